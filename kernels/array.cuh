@@ -2,8 +2,8 @@
  *
  * A kernel that uses several arrays can be called with many combinations of dtypes. The few
  * combinations that are common in training are compiled separately, using typed<T>. All other
- * combinations share one kernel that uses untyped, whose branches are the same in all threads and
- * cost little compared to its memory accesses.
+ * combinations share one kernel that uses untyped; its branches are uniform across threads and cost
+ * little compared to its memory accesses.
  */
 #ifndef FSDPC_KERNELS_ARRAY_CUH
 #define FSDPC_KERNELS_ARRAY_CUH

@@ -1,11 +1,12 @@
-/* Row-by-row attention, and the choice between it and the blocked kernels; twin of
+/* Row-by-row attention, and the selection between it and the blocked kernels; twin of
  * csrc/ops/attention.c.
  *
  * A warp handles one query (or, for dK and dV, one key) and visits the keys (or queries) 32 at a
- * time. Each lane computes one of the 32 scores. The warp then sums the 32 rows; each lane handles
- * every 32nd element. Sums do not use atomics, so results are the same in every run.
+ * time. Each lane computes one of the 32 scores. The warp then adds up the 32 rows, with each lane
+ * handling every 32nd element. Sums do not use atomics, so results are the same in every run.
  *
- * Wide rows are processed in passes of 256 elements, which recompute the scores.
+ * Rows wider than 256 elements are processed in several passes, each of which recomputes the
+ * scores.
  */
 #include "attention.cuh"
 #include "reduce.cuh"
@@ -50,7 +51,7 @@ __device__ __forceinline__ void store_row(T *row, const wide<T> (&sum)[ROW_ELEME
     }
 }
 
-/* A row index split into (b, h, t), in the order of lse. */
+/* A row index into lse, split into (b, h, t). */
 struct row_place {
     size_t b, t, h;
 };
@@ -134,7 +135,7 @@ template <typename W> struct pair_grads {
     W p, ds;
 };
 
-/* Returns the probability for a query row and a key row, and the gradient of their score before
+/* Returns the attention probability of a query-key pair, and the gradient of its score before
  * scaling. */
 template <typename T>
 __device__ __forceinline__ pair_grads<wide<T>> pair_of(const fsdpc_attention_args &a,

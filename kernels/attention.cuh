@@ -18,7 +18,7 @@ __host__ __device__ __forceinline__ T *row_of(const void *base, const size_t (&s
     return (T *)base + b * stride[0] + t * stride[1] + h * stride[2];
 }
 
-/* Returns how many keys, starting from the first, query t sees. */
+/* Returns the number of keys, counted from the first, that query t sees. */
 __device__ __forceinline__ size_t visible_keys(const fsdpc_attention_args &a, size_t t)
 {
     if (!a.causal)
@@ -28,7 +28,8 @@ __device__ __forceinline__ size_t visible_keys(const fsdpc_attention_args &a, si
     return end < a.tokens_k ? end : a.tokens_k;
 }
 
-/* Returns the first query that sees key j, or at least tokens_q if none does. */
+/* Returns the index of the first query that sees key j, or a value of at least tokens_q if none
+ * does. */
 __device__ __forceinline__ size_t first_query(const fsdpc_attention_args &a, size_t j)
 {
     if (!a.causal || j + a.tokens_q < a.tokens_k)
@@ -36,8 +37,8 @@ __device__ __forceinline__ size_t first_query(const fsdpc_attention_args &a, siz
     return j + a.tokens_q - a.tokens_k;
 }
 
-/* Per-query data, each (B, H, Tq), that backward needs besides lse: delta = dot(dout, out) and, for
- * F64, a more precise log-sum-exp. */
+/* Per-query data, each (B, H, Tq), that backward needs in addition to lse: delta = dot(dout, out)
+ * and, for F64, a more precise log-sum-exp. */
 template <typename W> struct attention_rows {
     W *delta, *lse;
 };

@@ -1,4 +1,4 @@
-/* Blocked attention on tensor cores, forward (FlashAttention-2: Dao 2023).
+/* Forward pass of blocked attention on tensor cores (FlashAttention-2: Dao 2023).
  *
  * A block handles 64 queries of one head, 16 per warp, and visits the keys 64 at a time. Scores,
  * maxima, exponentials and the unnormalised output stay in registers. The next keys and values are
@@ -13,13 +13,15 @@ template <typename T, int DIM> struct forward_memory {
     T k[2][tile_shape<DIM>::ELEMENTS], v[2][tile_shape<DIM>::ELEMENTS];
 };
 
-/* The state of a warp's rows g and g + 8; all lanes of a quad have the same values. */
+/* The softmax state of a warp's rows g and g + 8; a quad's lanes share the maxima, but each has its
+ * own part of the sums. */
 struct row_softmax {
     float top[2], sum[2]; /* base 2; sum is this lane's part */
 };
 
-/* Replaces scores with exponentials relative to the rows' maxima; rows g and g + 8 see the tile's
- * first `seen` keys. Returns the factors by which to scale the rows' earlier sums. */
+/* Replaces scores with exponentials relative to the rows' maxima; row g sees the tile's first
+ * seen[0] keys, and row g + 8 its first seen[1] keys. Sets `shrink` to the factors by which to
+ * scale the rows' earlier sums. */
 __device__ __forceinline__ void softmax_step(row_softmax *state, float (&s)[TILE_ROWS / 8][4],
                                              float scale, const int (&seen)[2], float (&shrink)[2])
 {

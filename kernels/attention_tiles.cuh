@@ -1,6 +1,6 @@
 /* Attention tiles, which are 64 rows of 16-bit elements in shared memory, and their products.
  *
- * Rows are PITCH = DIM + 8 elements apart, so that the eight rows of a matrix are in different
+ * Rows are PITCH = DIM + 8 elements apart, so that the eight rows of a matrix fall into different
  * banks. Rows beyond the last token and elements beyond the head's dimension are zero, so they add
  * nothing to any product. A warp owns 16 rows of the left operand.
  */

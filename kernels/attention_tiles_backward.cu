@@ -3,15 +3,15 @@
  * In both kernels, each sum has a single writer, so results are the same in every run. dQ: a block
  * handles 64 queries and visits the keys. dK and dV: a block handles 64 keys of a key-value head
  * and visits the queries of all heads of its group in order. The dK and dV kernel computes
- * transposed scores, so that P^T and dS^T are in registers as left operands. Scores and dP are
- * therefore computed twice, which accounts for two of the seven products.
+ * transposed scores, so that P^T and dS^T are already in registers as left operands. As a result,
+ * scores and dP are computed twice, which accounts for two of the seven products.
  *
- * P = exp(scale s - lse);  dS = P (dP - delta), rounded to the dtype before it is multiplied; scale
- * is applied to the finished sums.
+ * P = exp(scale s - lse); dS = P (dP - delta) is rounded to the dtype before it is multiplied;
+ * scale is applied to the finished sums.
  */
 #include "attention_tiles.cuh"
 
-/* The lse (base 2) and delta of each query; lse is +inf for rows that see no keys or do not exist,
+/* The lse (base 2) and delta of each query; rows that see no keys or do not exist have lse = +inf,
  * which makes P zero. */
 struct query_rows {
     float lse[TILE_ROWS], delta[TILE_ROWS];
@@ -103,8 +103,8 @@ template <typename T, int DIM> struct dkv_memory {
     query_rows rows;
 };
 
-/* Adds the contribution of one head's query tile to a warp's 16 keys. Keys g and g + 8 are hidden
- * from the tile's first `hidden` queries. */
+/* Adds the contribution of one head's query tile to a warp's 16 keys. The tile's first hidden[0]
+ * queries do not see key g, and its first hidden[1] queries do not see key g + 8. */
 template <typename T, int DIM>
 __device__ __forceinline__ void dkv_step(const fsdpc_attention_args &a, dkv_memory<T, DIM> *memory,
                                          const int (&hidden)[2], float (&dk)[DIM / 8][4],

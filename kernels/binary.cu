@@ -186,8 +186,8 @@ static fsdpc_status compare(const fsdpc_binary_args *args, const box &shape, siz
     return FSDPC_ERR_DTYPE;
 }
 
-/* U is the unsigned integer type of the dtype's size; `other` contains the bits of the zero to
- * store. */
+/* U is the unsigned integer type of the dtype's size; `other` contains the bits to store where the
+ * mask is false. */
 template <typename U>
 static fsdpc_status mask(const fsdpc_binary_args *args, const box &shape, size_t numel, U other,
                          const fsdpc_cuda_queue *queue)

@@ -25,8 +25,8 @@ static inline size_t box_numel(const box &b)
     return numel;
 }
 
-/* Drops dimensions of size one and merges neighbouring dimensions that both operands traverse
- * evenly. */
+/* Drops dimensions of size 1, and merges neighbouring dimensions whose strides in both operands
+ * allow it. */
 static inline void box_collapse(box *b)
 {
     int kept = 0;
@@ -48,7 +48,7 @@ static inline void box_collapse(box *b)
     b->ndim = kept;
 }
 
-/* Returns where row `row` starts in each operand; `row` indexes all but the last `inner`
+/* Returns the offset of row `row` in each operand; `row` indexes all but the last `inner`
  * dimensions. 32-bit division is several times faster, and sufficient for most rows. */
 __device__ __forceinline__ box_offsets box_row(const box &b, int inner, size_t row)
 {

@@ -1,4 +1,5 @@
-/* Casts and additions from one flat buffer to another; twins of csrc/ops/flat_cast_body.h.
+/* Kernels that cast one flat buffer into another or add it to another; twins of
+ * csrc/ops/flat_cast_body.h.
  *
  * Each thread handles the elements of one 16-byte store (map.cuh). A sum is computed in fp32, or in
  * fp64 if either side is fp64, and rounded once.

@@ -1,4 +1,4 @@
-/* Launching, geometry and errors; every kernel file includes this header first.
+/* Launch configuration and error handling; every kernel file includes this header first.
  *
  * FSDPC_LAUNCH hides the <<<>>> syntax, so that tests/emu can compile the same source for the CPU.
  * A launcher ends in `return launched("name")`, which only checks the launch itself: errors of a
@@ -25,7 +25,7 @@ extern "C" {
 #else
 #define FSDPC_LAUNCH(kernel, grid, block, shared, queue, ...)                                      \
     kernel<<<(unsigned)(grid), (unsigned)(block), (shared), (queue)->raw>>>(__VA_ARGS__)
-/* Shared memory that a launch allocates in addition to what the kernels declare. */
+/* Dynamic shared memory, allocated at launch in addition to the kernels' static shared memory. */
 #define FSDPC_DYNAMIC_SHARED(type, name)                                                           \
     extern __shared__ __align__(16) unsigned char name##_[];                                       \
     type *name = reinterpret_cast<type *>(name##_)
@@ -58,9 +58,9 @@ static inline fsdpc_status allow_shared(Kernel *kernel, size_t bytes, const fsdp
     return FSDPC_OK;
 }
 
-/* Returns the number of blocks for a grid-stride loop over `items`, one per thread. The blocks fill
- * the device several times over, so that the last wave is short, but are few enough to launch
- * cheaply.
+/* Returns the number of blocks for a grid-stride loop over `items` items, `block_items` per block.
+ * There are enough blocks to fill the device several times, so that the last wave is short, but few
+ * enough to launch cheaply.
  */
 static inline unsigned grid_of(const fsdpc_cuda_queue *queue, size_t items, size_t block_items)
 {

@@ -14,7 +14,7 @@ enum { TILE = 32, TILE_ROWS = 8 };
 
 /* -- steps ------------------------------------------------------------------------------------- */
 
-/* An element of any dtype: an integer or a double. */
+/* The value of an element of any dtype, as an integer or a double. */
 struct any_value {
     bool is_int;
     long long i;
@@ -43,7 +43,8 @@ __device__ __forceinline__ any_value any_load(const void *base, size_t i, fsdpc_
     }
 }
 
-/* Truncates; out-of-range values become the nearest limit, and NaN becomes 0. */
+/* Truncates toward zero; out-of-range values are clamped to the nearest limit, and NaN becomes
+ * 0. */
 __device__ __forceinline__ long long truncate(double x, double low, double high)
 {
     if (!(x > low))

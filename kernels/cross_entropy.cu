@@ -3,9 +3,10 @@
  * Forward reads the logits once: every thread computes a maximum and a sum of exponentials relative
  * to it, and the block combines these pairs. One block computes the mean over rows in fp64, in an
  * order that depends only on the number of rows. Backward makes one pass and may overwrite the
- * logits, because a thread writes only elements that it has read, including the target's.
+ * logits, because each thread, including the target's, writes only elements that it has already
+ * read.
  *
- * An out-of-range target is reported as a fault and ignored.
+ * An out-of-range target is reported as a fault and otherwise ignored.
  */
 #include "map.cuh"
 #include "rows.cuh"

@@ -1,9 +1,10 @@
 /* Cumulative sums; twin of csrc/ops/nn_cumsum.c.
  *
  * Along the innermost dimension, a block handles a row in tiles of BLOCK_THREADS elements. It sums
- * within each tile by doubling distances, then adds the sum of the earlier tiles. Along any other
- * dimension, each thread handles one line, and neighbouring threads handle neighbouring lines. Sums
- * are computed in double (integers wrap) and rounded once; they do not depend on the grid.
+ * within each tile in steps of doubling distance, then adds the sum of the earlier tiles. Along any
+ * other dimension, each thread handles one line, and adjacent threads handle adjacent lines. Floats
+ * are summed in double and then rounded (16-bit floats via fp32), and integer sums wrap; results do
+ * not depend on the grid.
  */
 #include "dtype.cuh"
 

@@ -3,8 +3,8 @@
  * Conversions use the integer code of csrc/base/dtype.h, so results match the CPU bit for bit,
  * including NaN payloads and subnormals. (The hardware's conversions produce a different NaN.)
  * Vectors without a NaN are rounded by the hardware, with an eighth of the instructions. With
- * integer conversions, the norm kernels were limited by instructions rather than by memory. Kernels
- * compute in wide<T>: double for double, float otherwise.
+ * integer conversions only, the norm kernels were limited by instruction throughput rather than
+ * memory bandwidth. Kernels compute in wide<T>: double for double, float otherwise.
  */
 #ifndef FSDPC_KERNELS_DTYPE_CUH
 #define FSDPC_KERNELS_DTYPE_CUH
@@ -158,7 +158,8 @@ template <> struct chunk_of<1> {
     typedef uint8_t type;
 };
 
-/* Loads N elements from an address aligned to N elements or to 16 bytes, whichever is less. */
+/* Loads N elements from an address that is aligned to N elements or to 16 bytes, whichever is
+ * smaller. */
 template <int N, typename T> __device__ __forceinline__ vec<T, N> load(const T *from)
 {
     typedef typename chunk_of<N * sizeof(T)>::type chunk;
@@ -199,7 +200,7 @@ __device__ __forceinline__ vec<W, N> load_wide(const T *from)
     return wider;
 }
 
-/* Rounds two floats that are not NaN; the first is in the lower half of the result. */
+/* Rounds two floats, neither of which is NaN, and packs them with the first in the lower half. */
 template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float first, float second)
 {
     uint32_t both = 0;
@@ -212,7 +213,7 @@ template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float firs
     return both;
 }
 
-/* Rounds and stores with hardware instructions if possible; returns whether it did. */
+/* Rounds and stores with hardware instructions if it can; returns whether it did. */
 template <int N, typename T, typename W>
 __device__ __forceinline__ bool store_pairs(T *to, const vec<W, N> &wider)
 {

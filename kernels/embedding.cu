@@ -1,9 +1,9 @@
 /* Embedding rows, forward and backward; twin of csrc/ops/nn_embedding_body.h.
  *
- * Backward sorts the positions stably by id (sort.cuh) and finds where each table row's positions
- * begin. One block per table row then adds its positions in order, in fp32, and rounds once: the
- * same bits as on the CPU, for any grid. An out-of-range id is reported as a fault. Forward writes
- * zeros for it; backward sorts it after the last row and skips it.
+ * Backward sorts the positions stably by id (sort.cuh) and finds where the positions of each table
+ * row begin. One block per table row then adds the gradients at its positions in order, in fp32,
+ * and rounds once; the bits match the CPU's for any grid. An out-of-range id is reported as a
+ * fault. Forward writes zeros for it; backward sorts it after the last row and skips it.
  */
 #include "rows.cuh"
 #include "sort.cuh"

@@ -1,7 +1,7 @@
 /* Maxima and minima over the ranks' consecutive contributions; the twin is fsdpc_coll_combine.
  *
- * The result is an unmodified input: the first of equal numbers, the last of several NaNs, and a
- * NaN rather than a number.
+ * The result is always an unmodified input: the first of equal numbers, or the last NaN if there
+ * are any.
  */
 #include "map.cuh"
 

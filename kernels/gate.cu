@@ -1,8 +1,8 @@
 /* SwiGLU, forward and backward, and dropout; twin of csrc/ops/nn_gate_body.h.
  *
  * Dropout keeps element i if the upper 24 bits of word first + i of its Philox stream are at least
- * p 2^24, as on the CPU. The masks are therefore the same as on the CPU, and so are the bits of
- * 16-bit and fp32 results.
+ * p 2^24, as on the CPU. The masks, and the bits of 16-bit and fp32 results, are therefore the same
+ * as on the CPU.
  */
 #include "map.cuh"
 #include "random.cuh"

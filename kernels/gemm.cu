@@ -1,15 +1,15 @@
 /* A plain matrix product, used if cuBLASLt is missing or does not support the product.
  *
- * Each block computes a 64 by 64 tile of C, with 16 of k at a time in shared memory; each thread
- * computes 4 by 4 sums. It accumulates in fp32 (fp64 for F64) in ascending order of k, without
- * tensor cores. It is correct for every shape, stride and dtype that the contract allows, but tens
- * of times slower than cuBLASLt.
+ * Each block computes a 64 by 64 tile of C and loads 16 steps of k at a time into shared memory;
+ * each thread computes 4 by 4 elements. It accumulates in fp32 (fp64 for F64) in ascending order of
+ * k, without tensor cores. It is correct for every shape, stride and dtype that the contract
+ * allows, but tens of times slower than cuBLASLt.
  */
 #include "dtype.cuh"
 
 enum { GEMM_TILE = 64, GEMM_K = 16, GEMM_THREADS = 256, GEMM_SUMS = 4 };
 
-/* Returns element (row, col) of A' or B', which is the stored matrix or its transpose. */
+/* Returns element (row, col) of A' or B', each of which is the stored matrix or its transpose. */
 template <typename T>
 __device__ __forceinline__ wide<T> gemm_at(const T *x, size_t ld, bool trans, size_t row,
                                            size_t col)

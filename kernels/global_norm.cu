@@ -1,5 +1,5 @@
-/* Computes clipping factors from sums of powers: combines norms, computes their values and clips,
- * by the same rules as on the CPU.
+/* Combines sums of powers into norms, and computes clipping factors from them, by the same rules as
+ * on the CPU.
  *
  * A single thread suffices for a few hundred operations on 560 bytes, between kernels that read
  * whole shards.

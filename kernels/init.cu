@@ -2,7 +2,7 @@
  * csrc/ops/flat_init_body.h.
  *
  * The logarithm, sine and cosine share the CPU's source and, compiled with -fmad=false, give the
- * same bits. Each thread computes one Philox block, which is four elements of the stream.
+ * same bits. Each thread computes one Philox block, that is, four elements of the stream.
  * Initialisation runs only once, so elements are stored one by one.
  */
 #include "dtype.cuh"
@@ -67,7 +67,8 @@ static double below(double b, fsdpc_dtype dtype)
         memcpy(&rounded, &bits, 8);
         return rounded;
     }
-    /* First rounds to odd, as stores do, so that only the second rounding has an effect. */
+    /* Rounds to odd first, as stores do, so that the second rounding gives the same result as a
+     * single one. */
     uint32_t f = fsdpc_f32_bits(narrow_b), half;
     if ((double)narrow_b != b)
         f = (f - (fabs((double)narrow_b) > fabs(b))) | 1;

@@ -1,8 +1,8 @@
 /* The largest magnitude, and clamping by magnitude; twins of csrc/ops/flat_magnitude_body.h.
  *
- * A maximum does not depend on the order, so each block may fold its own into the result when it
- * ends. The maximum of any number and a NaN is always the same NaN. clamp compares as the CPU does:
- * a NaN is neither above nor below, and stays unchanged.
+ * A maximum does not depend on the order of comparisons, so each block folds its own into the
+ * result at the end. If any element is NaN, the maximum is NaN, always with the same bits. clamp
+ * compares as the CPU does: a NaN is neither above nor below, and stays unchanged.
  */
 #include "map.cuh"
 #include "reduce.cuh"
@@ -69,7 +69,7 @@ extern "C" fsdpc_status fsdpc_cuda_absmax(const void *x, fsdpc_dtype dtype, size
     const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
     map_buffer buffers[] = {{x, fsdpc_dtype_bytes(dtype)}};
     map_plan plan = map_plan_of(numel, 16 / buffers[0].bytes, buffers, 1);
-    /* Uses fewer blocks than other kernels do, because each block ends with an atomic. */
+    /* Uses fewer blocks than other kernels, because each block ends with an atomic operation. */
     size_t blocks = fsdpc_ceil_div(numel, (size_t)BLOCK_THREADS * 16);
     size_t grid = fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 8);
     FSDPC_FOR_FLOAT(

@@ -3,21 +3,22 @@
  * An operation is a struct of plain values with an enum WIDTH and
  *     template <int N> __device__ void run(size_t i) const;
  * which handles elements i .. i + N - 1, where N is WIDTH or 1. Both variants must compute the same
- * result for an element: the division into vectors and edges depends on addresses, but results must
- * not.
+ * result for an element, because only its address decides whether it is part of a vector or an
+ * edge.
  *
  * Values that each thread needs to compute only once, before the loop, are returned by
  *     __device__ K begin() const;
- * and passed to every run<N>(i, k). Inside the loop, each vector would have to reload them and
- * wait, because a store might have changed them.
+ * and passed to every run<N>(i, k). Values computed inside the loop would be reloaded for each
+ * vector, because a store might have changed them.
  *
  * WIDTH is the number of elements in 16 bytes of the widest type that is stored. With a larger
- * WIDTH, a thread's store would be split into several 16-byte stores, which are not adjacent to
+ * WIDTH, each thread's store would be split into several 16-byte stores that are not adjacent to
  * those of neighbouring threads. Each of these would fill at most half of a 32-byte sector. (Loads
  * may be wider: the second finds the remainder of the first load's sector in L1.)
  *
  * If skipping the same few elements aligns all buffers, the elements between the two edges are read
- * in vectors. Other buffers are read one element at a time, which is still coalesced.
+ * in vectors. If the buffers cannot be aligned together, they are read one element at a time, which
+ * is still coalesced.
  */
 #ifndef FSDPC_KERNELS_MAP_CUH
 #define FSDPC_KERNELS_MAP_CUH

@@ -1,5 +1,5 @@
-/* Tensor core operations of a warp: loading 8 by 8 matrices, 16 by 8 by 16 products, and
- * asynchronous copies into shared memory.
+/* Warp-level tensor core operations: loading 8 by 8 matrices, multiplying 16 by 8 by 16, and
+ * copying asynchronously into shared memory.
  *
  * A fragment's layout, with g = lane / 4 and t = lane % 4 (PTX's names):
  *     A (16 x 16)  a[0]: row g, columns 2t, 2t + 1;  a[1]: row g + 8;  a[2], a[3]: columns + 8
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const void *ro
                  : "memory");
 }
 
-/* Does the same, with each matrix transposed. */
+/* Does the same as load_matrices, but transposes each matrix. */
 __device__ __forceinline__ void load_matrices_turned(uint32_t (&out)[4], const void *row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Rounds two floats and packs them; the first is in the low half. */
+/* Rounds two floats and packs them, with the first in the lower half. */
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, bf16)
 {
     uint32_t pair;

@@ -1,8 +1,8 @@
 /* Row moments, row sums of gradients, and affine maps of rows; twin of csrc/ops/nn_moments_body.h.
  *
- * Each block handles one row: it computes the mean and then, from cache, the squared deviations
- * from the mean. The sum of the deviations gives the mean's rounding error and is used to correct
- * both results.
+ * Each block handles one row: it computes the mean and then sums the squared deviations from it,
+ * reading the row from cache. The sum of the deviations measures the mean's rounding error and is
+ * used to correct both results.
  */
 #include "rows.cuh"
 

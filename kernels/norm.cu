@@ -19,8 +19,8 @@ template <typename W> struct norm_rows {
     const W *mean, *rstd;
 };
 
-/* Where backward stores its sums over chunks of rows: `chunks` rows for dweight, then `chunks` for
- * dbias. */
+/* The buffer in which backward stores its sums over chunks of rows: `chunks` rows for dweight,
+ * followed by `chunks` rows for dbias. */
 template <typename W> struct norm_sums {
     W *at; /* NULL: not needed */
     size_t chunk_rows, chunks;
@@ -362,7 +362,7 @@ static fsdpc_status backward_launch(const fsdpc_norm_args *a, const norm_rows<wi
     return launched("a norm's backward");
 }
 
-/* Recomputes the statistics in F64, which the arguments cannot store. */
+/* Recomputes the statistics in F64, because the arguments have only fp32 arrays for them. */
 static fsdpc_status backward_f64(const fsdpc_norm_args *a, fsdpc_stream *stream)
 {
     void *memory;

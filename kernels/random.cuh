@@ -1,4 +1,4 @@
-/* Philox on the device, with the same words as in csrc/base/random.h. */
+/* Philox on the device, which generates the same words as csrc/base/random.h. */
 #ifndef FSDPC_KERNELS_RANDOM_CUH
 #define FSDPC_KERNELS_RANDOM_CUH
 

@@ -1,7 +1,7 @@
 /* Rotary position embedding; twin of the rotary part of csrc/ops/nn_embedding_body.h.
  *
- * Each thread rotates N pairs, (x[i], x[i + D/2]), by their token's angle. It writes only elements
- * that it has read, so y may be x.
+ * Each thread rotates N pairs, (x[i], x[i + D/2]), by the angles for their token's position. It
+ * writes only elements that it has read, so y may be x.
  */
 #include "rows.cuh"
 

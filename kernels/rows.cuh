@@ -1,7 +1,7 @@
-/* Kernels with one block per row: the number of threads per block, and how they traverse the row.
+/* Kernels with one block per row: the block size, and the order in which threads traverse the row.
  *
- * A thread visits vectors of N elements at N * thread, N * (thread + threads), ...; N is one if
- * some rows are not aligned to vectors.
+ * A thread visits vectors of N elements at N * thread, N * (thread + threads), ...; N is 1 if some
+ * rows are not aligned for vectors.
  */
 #ifndef FSDPC_KERNELS_ROWS_CUH
 #define FSDPC_KERNELS_ROWS_CUH
@@ -33,8 +33,8 @@ static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
     return all % 16 == 0;
 }
 
-/* A thread's part of a row of whole vectors, left unconverted to save registers. Elements beyond
- * the row's end are zero; if the row does not exist, all elements are `fill`. */
+/* A thread's part of a row that consists of whole vectors, left unconverted to save registers.
+ * Elements beyond the row's end are zero; if the row pointer is NULL, all elements are `fill`. */
 template <typename T, int HELD> struct held_row {
     enum { N = 16 / sizeof(T), COUNT = HELD };
     union vector {
@@ -85,8 +85,8 @@ template <typename T, int HELD> struct held_row {
 
 #define FSDPC_FOR_HELD(held, j) _Pragma("unroll") for (int j = 0; j < held::COUNT; j++)
 
-/* Returns how many vectors of such a row, 2 or 4, each of row_threads() threads holds, or 0 if the
- * rows are too long or unaligned. */
+/* Returns how many vectors of a row (2 or 4) each of row_threads() threads holds, or 0 if the rows
+ * are too long or unaligned. */
 template <typename T, int COUNT>
 static int rows_held(size_t cols, const void *const (&bases)[COUNT])
 {

@@ -1,9 +1,9 @@
 /* Scaling with a check for NaN and infinity, and comparison; twins of csrc/ops/flat_cast_body.h.
  *
- * Both report through one word. All threads that set it write the same value, so the order does not
- * matter. `equal` compares bits after casting. A thread reads the word once, when it starts, so
- * most blocks have nothing to do after a difference is found. It does not read the word again,
- * because its vector accesses would have to wait for it.
+ * Both report through one word. All threads that set this word write the same value, so their order
+ * does not matter. `equal` compares bits after casting. A thread checks the word only once, when it
+ * starts; after a difference is found, most blocks therefore have nothing to do. It does not check
+ * the word for every vector, because its vector accesses would have to wait for each check.
  */
 #include "map.cuh"
 

@@ -1,9 +1,9 @@
 /* A stable radix sort of positions by id, least significant digit first, eight bits at a time.
  *
- * Because positions with equal ids keep their order, a sum over them is the same in every run. Each
- * pass counts the digits in every block and accumulates the counts in (digit, block) order; every
- * block then places its items after those of earlier blocks. Within a block, an item's place
- * depends only on the items with the same digit in earlier warps and lanes, so atomics never decide
+ * Positions with equal ids keep their order, so a sum over them is the same in every run. Each pass
+ * counts the digits in every block and accumulates the counts in (digit, block) order; every block
+ * then places its items after those of earlier blocks. Within a block, an item's destination
+ * depends only on the items with the same digit in earlier warps and lanes, so atomics never affect
  * the order. The number of passes equals the number of bytes in the largest id: three for a
  * vocabulary of 128,256.
  */
@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(SORT_THREADS)
     }
 }
 
-/* Returns the number of counters that a sort of `numel` items needs. */
+/* Returns the number of counters needed to sort `numel` items. */
 static inline size_t sort_counters(size_t numel)
 {
     return RADIX * fsdpc_ceil_div(numel, SORT_TILE);

@@ -1,13 +1,13 @@
 /* Single-pass optimizer steps, including copy-in; twin of csrc/ops/flat_step_body.h.
  *
  * Adam with fp32 states has specialised kernels for fp32 and bf16 parameters, gradients and
- * parameter buffers. They move 28 bytes per element with fp32 masters and bf16 gradients and
- * parameter buffer. SGD, momentum and Lion over fp32 parameters also have specialised kernels. All
- * other cases use one kernel per rule, which selects dtypes at run time. The stored parameter is
- * cast into the parameter buffer.
+ * parameter buffers. With fp32 masters and a bf16 gradient and parameter buffer, they move 28 bytes
+ * per element. SGD, momentum and Lion over fp32 parameters also have specialised kernels. All other
+ * cases use one kernel per rule, which selects dtypes at run time. The value that is cast into the
+ * parameter buffer is the stored, already rounded parameter.
  *
- * BF16 states are rounded stochastically with the element's word from base/random.h. As on the CPU,
- * the first state uses the word's low half and the others its high half.
+ * BF16 states are rounded stochastically, using the element's random word (base/random.h). As on
+ * the CPU, the first state uses the word's lower half and the others its upper half.
  */
 #include "array.cuh"
 #include "map.cuh"
@@ -44,8 +44,8 @@ struct fp32_states {
     }
 };
 
-/* Rounds up to the next bf16 number with a probability proportional to the truncated part; NaN and
- * infinity are unchanged. */
+/* Rounds up to the next bf16 number with a probability proportional to the truncated part; leaves
+ * NaN and infinity unchanged. */
 __device__ __forceinline__ float round_stochastically(float x, uint32_t random)
 {
     uint32_t bits = __float_as_uint(x);

@@ -1,10 +1,10 @@
 /* The arithmetic of optimizer steps, one element at a time; twin of csrc/ops/flat_step_rules_body.h
  * and of the fp64 rules in csrc/ops/flat_step.c.
  *
- * Performing the same operations in the same order on the same scalars gives the same bits as on
- * the CPU. Operations are fused only if the CPU's kernel uses a fused multiply-add; all others are
- * rounded separately. Files that include this header are compiled with -fmad=false and use
- * correctly rounded division and square root.
+ * The same operations, in the same order and on the same scalars, give the same bits as on the CPU.
+ * Operations are fused only if the CPU's kernel uses a fused multiply-add; all others are rounded
+ * separately. Files that include this header are compiled with -fmad=false and use correctly
+ * rounded division and square root.
  */
 #ifndef FSDPC_KERNELS_STEP_CUH
 #define FSDPC_KERNELS_STEP_CUH

@@ -1,6 +1,6 @@
 /* Optimizer steps for fp64 parameters, whose states are also fp64; twin of csrc/ops/flat_step.c.
  *
- * These steps are rare, so there is one kernel per rule, which processes one element at a time.
+ * These steps are rare, so each rule has only one kernel, which processes one element at a time.
  */
 #include "array.cuh"
 #include "map.cuh"

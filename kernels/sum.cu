@@ -4,9 +4,9 @@
  * first pass divides each output's terms into chunks whose length depends only on the shape. A team
  * of threads sums each chunk in fp32 (fp64 for F64) in a fixed order. The second pass adds the
  * chunks' sums in order, in fp64. If the innermost dimension is reduced, a team is a warp or a
- * block along it. If it is kept, a block is 32 neighbouring outputs by 8 rows of threads. The
- * result does not depend on the grid. Integers are summed exactly modulo 2^64, as unsigned
- * integers.
+ * block that traverses it. If the innermost dimension is kept, a block handles 32 neighbouring
+ * outputs, with eight rows of threads that share each output's terms. Results do not depend on the
+ * grid. Integers are summed as unsigned integers, exactly modulo 2^64.
  */
 #include <type_traits>
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ wide<T> term_of(const sum_plan &p, const T *x, size_t
     return p.squares ? v * v : v;
 }
 
-/* Returns the offset of an output's term t from its first term. */
+/* Returns the offset of an output's term t, relative to its first term. */
 __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept, size_t t)
 {
     if (inner_kept)
@@ -52,7 +52,7 @@ __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept
     return box_row(p.reduced, 0, fold).at[0] + (t - fold * p.inner);
 }
 
-/* Each team of TEAM threads, a warp or the whole block, sums one (output, chunk) pair. */
+/* Each team of TEAM threads (a warp or a whole block) sums one (output, chunk) pair. */
 template <typename T, int TEAM>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     sum_inner_kernel(part<T> *partial, const T *x, sum_plan p)
@@ -75,7 +75,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
-/* Each block sums one chunk of 32 outputs. */
+/* Each block sums one chunk for each of 32 outputs. */
 template <typename T>
 static __global__ void __launch_bounds__(SUM_COLS *SUM_ROWS)
     sum_rows_kernel(part<T> *partial, const T *x, sum_plan p)

@@ -1,21 +1,22 @@
 /* Adds sums of squares, or of powers of magnitudes, over whole leaves to an exact accumulator; twin
  * of csrc/ops/flat_sumsq_body.h.
  *
- * A leaf's summation order is part of the result. Element i is added to fp64 partial sum i mod 16;
- * the sixteen sums are folded, j with j + 8, 4, 2 and 1. Here 16 / V lanes share a leaf, where V is
- * the number of elements in 16 bytes. Lane q holds partials q V .. q V + V - 1, loads 16 bytes
- * where the CPU loads a vector, and the lanes fold by shuffles. A warp therefore reads whole
- * sectors, and each element only once. Nearly all leaves have 64 elements, and squares have a
- * separate loop for them. That loop loads a leaf while it adds the previous one, with four 16-byte
- * loads per lane: 48 KiB per SM with three blocks.
+ * A leaf's summation order is part of the result. Element i is added to fp64 partial sum i mod 16.
+ * The sixteen sums are then folded: sum j is combined with sum j + 8, then j + 4, j + 2 and j + 1.
+ * On the GPU, 16 / V lanes share a leaf, where V is the number of elements in 16 bytes. Lane q
+ * holds partials q V .. q V + V - 1, loads 16 bytes where the CPU loads a vector, and the lanes
+ * fold by shuffles. A warp therefore reads whole sectors, and each element only once. Nearly all
+ * leaves have 64 elements; a separate loop computes their sums of squares. That loop loads a leaf
+ * while it adds the previous one; with four 16-byte loads per lane and three blocks per SM, 48 KiB
+ * are in flight.
  *
- * The accumulator (csrc/ops/exact_sum.h) consists of integers, so the order of additions, blocks
- * and atomics cannot change it. An atomic for every leaf would be too slow, but nearby leaves have
+ * The accumulator (csrc/ops/exact_sum.h) consists of integers, so the order in which blocks and
+ * atomics run does not affect it. One atomic per leaf would be too slow, but nearby leaves have
  * similar magnitudes. Each thread therefore keeps a window of four digits in registers and adds its
- * leaves to it. It flushes the window when a leaf falls outside it, and at the end. A block
+ * leaves to it. It flushes the window when a leaf falls outside it, and once at the end. A block
  * collects its threads' windows in shared memory, propagates all carries once, in parallel, and
- * adds the digits to the result. This counts as at most two additions of a normalised sum toward
- * the accumulator's limit.
+ * adds the digits to the result. Each block's contribution counts as at most two normalised sums
+ * toward the accumulator's limit on additions.
  *
  * Squares and integer powers give the same bits as on the CPU. Other powers use CUDA's pow, whose
  * error is at most 2 ulp, compared to 1 ulp for the C library's.
@@ -26,12 +27,12 @@
 enum { PARTIALS = 16, WINDOW = 4, DIGITS = FSDPC_EXACT_SUM_DIGITS, WORDS = DIGITS + 2 };
 enum { LEAF = 64, STEPS = LEAF / PARTIALS };
 
-/* How leaves are read: by elements or vectors for any leaf, or prefetched for leaves of LEAF
- * elements. */
+/* How leaves are read: by element or vector (any leaf), or prefetched (leaves of LEAF elements). */
 enum leaf_form { BY_ELEMENTS, BY_VECTORS, BY_LEAVES };
 
 /* The number of concurrent blocks per SM; each thread then has 80 registers, so the loop does not
- * spill. The grid is not larger, because each block ends with atomics. */
+ * spill. The grid has no more blocks than run concurrently, because each block ends with
+ * atomics. */
 enum { SM_BLOCKS = 3 };
 
 /* atomicAdd has no signed 64-bit form, which two's complement makes unnecessary. */
@@ -99,9 +100,9 @@ struct digit_window {
     }
 };
 
-/* add<T>: returns partial plus the term of value, a T. Squares of numbers with at most 24 bits are
- * exact in fp64, so fusing the addition changes no bit. Squares of fp64 numbers are rounded before
- * they are added. */
+/* add<T>: returns partial plus the term of value, a T. Squares of numbers with at most 24
+ * significant bits are exact in fp64, so a fused multiply-add gives the same bits. Squares of fp64
+ * numbers are rounded before they are added. */
 struct square_term {
     enum { AHEAD = 1 }; /* computation only waits for memory */
 

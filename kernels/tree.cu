@@ -1,10 +1,10 @@
 /* The tree sum over ranks; twin of csrc/ops/flat_reduce_body.h.
  *
- * The sources' addresses are passed as a kernel argument, so no copy is needed before the launch.
- * Up to eight sources are loaded, together with the values they are added to, before any is used.
- * For more sources, the kernel uses the CPU's binary counter, whose few partial sums the compiler
- * keeps in local memory. Partial sums have the wider of fp32 and the sources' dtype. The scaled sum
- * is rounded once through round_dtype and then cast to out's dtype.
+ * The sources' addresses are passed as a kernel argument, so they need not be copied before the
+ * launch. Up to eight sources are loaded, together with the values they are added to, before any is
+ * used. For more sources, the kernel uses the CPU's binary counter; the compiler keeps its few
+ * partial sums in local memory. Partial sums are computed in fp32 or the sources' dtype, whichever
+ * is wider. The scaled sum is rounded once through round_dtype and then cast to out's dtype.
  */
 #include "map.cuh"
 
@@ -15,7 +15,7 @@ template <int SOURCES> struct tree_sources {
     int n;
 };
 
-/* The values to add, all of which are loaded before any is used. */
+/* The values to add; all of them are loaded before any is used. */
 template <int N, typename T> struct tree_leaves {
     vec<T, N> at[FEW_SOURCES];
 

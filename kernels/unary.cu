@@ -2,8 +2,8 @@
  *
  * The CPU computes exponentials with our own polynomials; the GPU uses CUDA's functions, whose
  * error is at most 2 ulp. Before rounding to the dtype, results therefore agree to within a few
- * fp32 ulp, but not bit for bit. There is one kernel per function, direction and dtype: kernels are
- * small, and a function known at compile time needs no branches.
+ * fp32 ulp, but not bit for bit. There is one kernel per function, direction and dtype, because
+ * kernels are small and a function known at compile time needs no branches.
  */
 #include "map.cuh"
 

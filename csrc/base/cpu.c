@@ -1,20 +1,21 @@
 /* Detects which kernels this processor supports and how many cores this process may use.
  *
- * Each call reads the instruction set from cpuid (once per context), so no global caches it. AMX
- * needs more than cpuid: the kernel must grant the process its 8 KiB of tile state (arch_prctl).
- * The kernel refuses if any thread's signal stack is too small, in which case the next lower path
- * is the best one.
+ * Each context reads the instruction set from cpuid once, so no global variable caches it. AMX
+ * needs more than cpuid: the kernel must grant the process permission to use the 8 KiB of tile
+ * state (arch_prctl). The kernel refuses if any thread's signal stack is too small; the next lower
+ * path is then the best one.
  *
  * "auto" chooses the best path, with one exception. On AMD cores vdpbf16ps is worthwhile, because
- * it has twice the throughput of fp32 FMA in flops. Intel cores issue it at a quarter of FMA's
- * rate, which halves the flops. On Intel cores without tiles, the fp32 kernels take only 0.62 times
- * as long for bf16 products, and 0.65 times as long for attention. (512 and 1024 cubed, T = 1024,
- * one core of a Xeon with AMX.) "auto" therefore means avx512 there. The choice depends on the
- * vendor, because a measurement would be disturbed by other processes.
+ * its flop rate is twice that of fp32 FMA. Intel cores issue it at a quarter of the FMA rate, which
+ * halves the flop rate. On Intel cores without tiles, the fp32 kernels need only 0.62 times the
+ * time of vdpbf16ps for bf16 products, and 0.65 times for attention. (512 and 1024 cubed, T = 1024,
+ * one core of a Xeon with AMX.) "auto" therefore means avx512 there. The choice is based on the
+ * vendor instead of a measurement, which other processes would disturb.
  *
- * The core count is the minimum of the affinity mask and the CPU quotas of this process's control
- * groups, v2 and v1. The process's own group and all its visible ancestors are included. A quota of
- * 2.5 CPUs counts as 2: when threads spin past a quota, all are stopped together.
+ * The core count is the smallest of the affinity mask's size and the CPU quotas of this process's
+ * control groups (v2 and v1). The quotas of the process's own group and of all its visible
+ * ancestors apply. A quota of 2.5 CPUs counts as 2: if spinning threads exceed a quota, the kernel
+ * stops all of them at once.
  */
 #include "base/cpu.h"
 
@@ -118,8 +119,7 @@ fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out)
                       name);
 }
 
-/* Reads one or two numbers and returns how many were found, which is 0 for "max" or a missing
- * file. */
+/* Reads up to two numbers and returns how many it found, which is 0 for "max" or a missing file. */
 static int read_numbers(const char *folder, const char *path, const char *file, long long out[2])
 {
     char name[PATH_MAX];

@@ -28,8 +28,8 @@ fsdpc_isa fsdpc_isa_best(void); /* the last path in the table that this processo
 const char *fsdpc_isa_name(fsdpc_isa isa);
 fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto": the fastest */
 
-/* Returns the number of cores that this process may use, given its affinity and cgroup quota; at
- * least 1. */
+/* Returns the number of cores (at least 1) that this process may use, given its affinity and cgroup
+ * quota. */
 int fsdpc_usable_cores(void);
 
 #endif

@@ -6,21 +6,22 @@
  *
  * The instruction has a latency of three cycles and a throughput of one per cycle, so a single
  * stream reaches only a third of its peak rate. The SSE4.2 version processes three adjacent
- * segments of equal length in parallel and combines their results. Combining appends n zero bits to
- * a register, which multiplies it by x^n mod P: one carry-less product with a constant and one CRC
- * instruction to reduce it. (After Gopal et al., "Fast CRC Computation for iSCSI Polynomial Using
- * CRC32 Instruction", Intel 2011.)
+ * segments of equal length in parallel and combines their results. Combining them multiplies a
+ * register by x^n mod P, which appends n zero bits. This takes one carry-less product with a
+ * constant and one CRC instruction for the reduction. (After Gopal et al., "Fast CRC Computation
+ * for iSCSI Polynomial Using CRC32 Instruction", Intel 2011.)
  *
- * The instruction processes 8 bytes per cycle, which is less than memory bandwidth. With 512-bit
- * carry-less products, sixteen 128-bit lanes hold 256 bytes with the same remainder as all bytes so
- * far. Each step multiplies each lane by x^2048 mod P, one half at a time, and adds the next 256
- * bytes. The SSE4.2 version then processes the final contents of the lanes as ordinary data. (This
- * is the folding of Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ",
- * Intel 2009. On a Zen 5 core it raises the rate from the cache from 11.8 to 64 GB/s.)
+ * The instruction processes only 8 bytes per cycle, less than the memory bandwidth. With 512-bit
+ * carry-less products, sixteen 128-bit lanes hold 256 bytes whose remainder equals that of all
+ * bytes processed so far. Each step multiplies each lane by x^2048 mod P, one half at a time, and
+ * adds the next 256 bytes. The SSE4.2 version then processes the final contents of the lanes as
+ * ordinary data. (This is the folding of Gopal et al., "Fast CRC Computation for Generic
+ * Polynomials Using PCLMULQDQ", Intel 2009. On a Zen 5 core it raises the rate from the cache from
+ * 11.8 to 64 GB/s.)
  *
  * The portable form reads eight bytes per step through eight tables ("slicing by 8", Kounavis &
  * Berry 2005). It builds the tables on its stack, which takes about 2 us. For short inputs it
- * therefore uses a single 16-entry table, four bits at a time.
+ * therefore uses a single 16-entry table and processes four bits at a time.
  */
 #include "base/crc32c.h"
 
@@ -108,9 +109,9 @@ uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes)
 #define TARGET_SSE42 __attribute__((target("sse4.2,pclmul")))
 
 /* The length of each of the three segments, and x^(8 n - 33) mod P for appending n zero bytes to a
- * register. The reducing instruction itself shifts by 32 of those 33 bits. The remaining bit
- * compensates for the product of two reflected polynomials, which is shifted down by one bit within
- * its 64. */
+ * register. The CRC instruction that reduces the product supplies 32 of those 33 bits. The
+ * remaining bit is needed because the product of two reflected polynomials is shifted down by one
+ * bit within its 64 bits. */
 enum { LONG_BYTES = 4096, SHORT_BYTES = 256 };
 #define LONG_ONCE 0x82f89c77u
 #define LONG_TWICE 0x54a86326u
@@ -162,9 +163,9 @@ TARGET_SSE42 static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *dat
 enum { FOLD_BYTES = 256, FOLD_FROM_BYTES = 1024 };
 
 /* Advances a lane by 2048 bits. The low half, which holds the higher powers, is multiplied by
- * x^(2048 + 32), the high half by x^(2048 - 32), both mod P. The 32 accounts for the position of a
- * 32-bit constant in its 64 bits. The constants are shifted by one bit, as in every product of
- * reflected polynomials. */
+ * x^(2048 + 32), and the high half by x^(2048 - 32), both mod P. The 32 accounts for the position
+ * of the 32-bit constant within a 64-bit operand. The constants are shifted by one bit, as in every
+ * product of reflected polynomials. */
 #define FOLD_LOW 0xdcb17aa4
 #define FOLD_HIGH 0xb9e02b86
 

@@ -5,11 +5,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Extends `crc` (initially 0) by `bytes` more bytes. Uses the processor's CRC instruction if
+/* Updates `crc` (initially 0) with `bytes` more bytes. Uses the processor's CRC instruction if
  * available; every path returns the same bits. */
 uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* Does the same without the instruction; tests use it as the reference for the fast version. */
+/* Computes the same CRC without the instruction; tests use it as the reference for the fast
+ * version. */
 uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes);
 
 /* Returns the CRC of A followed by B, from crc(A), crc(B) and the length of B. */

@@ -2,7 +2,8 @@
  *
  * Conversions to bf16 and fp16 use integer arithmetic, round to nearest even, and preserve NaNs and
  * subnormals. Every path (portable, SIMD, CUDA) therefore gives the same bits. Kernels that convert
- * many elements have their own vector versions (csrc/ops), tested against these.
+ * many elements have their own vector versions (csrc/ops), which are tested against these
+ * conversions.
  */
 #ifndef FSDPC_BASE_DTYPE_H
 #define FSDPC_BASE_DTYPE_H

@@ -3,7 +3,7 @@
  * It makes two passes. First, it rejects unknown FSDPC_ names, because a misspelt setting that is
  * silently ignored can cost a user a day. Then it parses each field and checks its range. A
  * variable that is set but empty counts as not set, which is what `VAR= command` means. Numbers are
- * always read in the C locale, because "0.5" must not depend on the user's language.
+ * always parsed in the C locale, because "0.5" must not depend on the user's language.
  */
 #include "base/env.h"
 

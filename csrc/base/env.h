@@ -46,7 +46,8 @@ typedef struct fsdpc_env {
 #undef X
 } fsdpc_env;
 
-/* Variables of the launcher, Python, the build or the tests, which the check must accept. */
+/* Variables of the launcher, Python, the build or the tests, which the check for unknown names must
+ * accept. */
 #define FSDPC_ENV_FOREIGN                                                                          \
     "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_CUDA_PLUGIN", "FSDPC_MPI", "FSDPC_WERROR",            \
         "FSDPC_NCCL_LIB", "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID",               \

@@ -5,10 +5,10 @@
  * nonzero. The handler only loads memory and calls write(2); it formats the line itself.
  *
  * Note [chain]. Python's faulthandler prints its stacks, restores the previous handler and raises
- * the signal again. If the previous handler is ours, the siginfo no longer contains the address,
+ * the signal again. If the previous handler is ours, its siginfo no longer contains the address,
  * because faulthandler raised the signal. The machine context still contains the address of the
- * thread's last fault. If ours was installed later, it runs before faulthandler. If there was no
- * previous handler, ours restores the default action: on return, the fault repeats and ends the
+ * thread's last fault. If our handler was installed later, it runs before faulthandler. If there
+ * was no previous handler, ours restores the default action. The fault then repeats and ends the
  * process with the signal that its parent expects.
  */
 #include "base/fault.h"

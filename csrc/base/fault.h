@@ -1,12 +1,12 @@
 /* Reports a fault in named memory with one line on stderr before the process dies.
  *
- * Some memory is mapped read-only (unsharded parameters) or inaccessible (in no-alias mode,
- * resharded unsharded parameters). The owner of such memory announces the range here. When a thread
- * faults inside a range, the handler writes rank, unit and parameter. It then passes the fault on
- * to the previous handler: Python's faulthandler, a sanitizer, or the default action.
+ * Unsharded parameters may be mapped read-only or, in no-alias mode, become inaccessible when they
+ * are resharded. The owner of such memory announces the range here. When a thread faults inside a
+ * range, the handler prints the rank, unit and parameter. It then passes the fault on to the
+ * previous handler: Python's faulthandler, a sanitizer, or the default action.
  *
- * The first announced range installs the handler for SIGSEGV and SIGBUS, and it is never removed.
- * Any thread may announce and withdraw ranges. Nothing here has a cost until a fault occurs.
+ * The handler for SIGSEGV and SIGBUS is installed when the first range is announced and is never
+ * removed. Any thread may announce and withdraw ranges. This adds no overhead until a fault occurs.
  */
 #ifndef FSDPC_BASE_FAULT_H
 #define FSDPC_BASE_FAULT_H

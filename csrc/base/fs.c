@@ -2,8 +2,8 @@
  *
  * Creating a file reserves its blocks, so that a full disk is detected before any data is written.
  * If the file system cannot reserve blocks, as with some network file systems, only the size is set
- * and a full disk is detected on write. If renameat2 does not support RENAME_NOREPLACE, a plain
- * file is linked instead; for a folder, the code first checks that the target does not exist.
+ * and a full disk is detected on write. If renameat2 does not support RENAME_NOREPLACE, the code
+ * checks that the target does not exist and then calls rename.
  */
 #include "base/fs.h"
 

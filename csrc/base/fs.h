@@ -2,10 +2,10 @@
  *
  * Saves, loads and offloading access the file system only through these functions, each of which
  * calls the hook first. A test can therefore observe every call, make it fail, or end the process
- * before it. In production no hook is set, which costs nothing. Errors name the call, the path and
- * errno's text.
+ * before it. In production no hook is set, which adds no overhead. Errors name the call, the path
+ * and errno's text.
  *
- * The functions keep no state: any thread may call them.
+ * The functions keep no state, so any thread may call them.
  */
 #ifndef FSDPC_BASE_FS_H
 #define FSDPC_BASE_FS_H
@@ -33,7 +33,7 @@ fsdpc_status fsdpc_fs_create(const fsdpc_fs *fs, const char *path, uint64_t byte
  * file system supports that; *direct_out reports whether it does. */
 fsdpc_status fsdpc_fs_temporary(const fsdpc_fs *fs, const char *folder, int *fd_out,
                                 bool *direct_out);
-/* Reserves blocks for a range of a file, growing the file to include the range. */
+/* Reserves blocks for a range of a file, extending the file if necessary. */
 fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint64_t offset,
                               uint64_t bytes);
 /* Releases a range's blocks if the file system supports that; never fails. */
@@ -45,7 +45,7 @@ fsdpc_status fsdpc_fs_pwrite(const fsdpc_fs *fs, int fd, const char *path, const
                              size_t bytes, uint64_t offset);
 fsdpc_status fsdpc_fs_pread(const fsdpc_fs *fs, int fd, const char *path, void *data, size_t bytes,
                             uint64_t offset);
-/* Asks the kernel to begin writing a range to the disk; never an error. */
+/* Asks the kernel to begin writing a range to the disk; never fails. */
 void fsdpc_fs_begin_writing(int fd, uint64_t offset, uint64_t bytes);
 fsdpc_status fsdpc_fs_sync(const fsdpc_fs *fs, int fd, const char *path);
 fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path);
@@ -53,8 +53,8 @@ fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path);
 fsdpc_status fsdpc_fs_close(const fsdpc_fs *fs, int fd, const char *path);
 /* Renames without replacing: returns FSDPC_ERR_OS if `to` exists. */
 fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const char *to);
-/* Exchanges two folders atomically and reports that it did; does nothing if `to` does not exist.
- * Fails if the file system does not support exchanging. */
+/* Atomically exchanges two folders, or does nothing if `to` does not exist; *exchanged_out reports
+ * which. Fails if the file system does not support such an exchange. */
 fsdpc_status fsdpc_fs_exchange(const fsdpc_fs *fs, const char *from, const char *to,
                                bool *exchanged_out);
 /* Removes a folder with all its files and subfolders; returns FSDPC_OK if it does not exist. Links

@@ -1,12 +1,12 @@
 /* Lets a library compiled here load with an older C library.
  *
  * glibc assigns a function a new symbol version when its behaviour or its library changes, and the
- * linker picks the newest version. A wheel would then require the glibc of the machine that built
- * it. The older versions of the functions below have the same prototype and, for our calls, the
- * same results, and every later glibc still provides them. 2.34 moved threads and dl into libc,
- * 2.32 one function before them, and 2.29 removed error reports from exp, log and pow. With the
- * older versions, glibc 2.28 suffices (manylinux_2_28); using statx avoids the fstat symbol that
- * changed in 2.33.
+ * linker picks the newest version. A wheel would then require a glibc at least as new as that of
+ * the build machine. The older versions of the functions below have the same prototype and, for our
+ * calls, the same results, and every later glibc still provides them. 2.34 moved threads and dl
+ * into libc, 2.32 one function before them, and 2.29 removed error reports from exp, log and pow.
+ * With the older versions, glibc 2.28 suffices (manylinux_2_28); using statx avoids the fstat
+ * symbol that changed in 2.33.
  *
  * The build includes this file before any other (tools/native.py). Names that a file does not use
  * cost nothing. Sanitizer builds skip this file, because sanitizers intercept some of the functions

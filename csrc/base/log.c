@@ -2,7 +2,7 @@
  *
  * It allocates no memory and takes no lock. A write of at most PIPE_BUF (4096) bytes to a pipe is
  * atomic, so ranks that share a launcher's pipe never interleave within a line. Bytes that stderr
- * does not accept are dropped, since a failing log must not fail the program.
+ * does not accept are dropped, because a logging failure must not stop the program.
  */
 #include "base/log.h"
 

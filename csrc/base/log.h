@@ -6,7 +6,7 @@
  *
  * Any thread may write to a log, but its fields may change only while no thread is writing. A NULL
  * log is silent. Code that fails calls fsdpc_fail() and logs nothing: the code that handles the
- * error decides.
+ * error decides whether to log it.
  */
 #ifndef FSDPC_BASE_LOG_H
 #define FSDPC_BASE_LOG_H

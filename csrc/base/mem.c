@@ -1,13 +1,13 @@
-/* Counted memory: size classes with free lists on top of the system's allocator.
+/* Allocates counted memory from size classes with free lists, on top of the system allocator.
  *
- * Every block has a 64-byte header right before it with the requested size, the category and the
+ * Every block is preceded by a 64-byte header that holds the requested size, the category and the
  * size class. Classes are multiples of 64 bytes up to 512, then eight steps per power of two. A
- * block is therefore at most an eighth larger than the request. A freed block goes to the free list
- * of its class, which is last-in, first-out (warmest first), and leaves it only through reuse, trim
- * or destroy.
+ * block is therefore at most an eighth larger than the request. A freed block goes to the last-in,
+ * first-out free list of its class (warmest first) and leaves it only through reuse, trim or
+ * destroy.
  *
- * Blocks below 4 MiB come from aligned_alloc. Each larger block is a separate mapping aligned to 2
- * MiB, with huge pages requested and the header in a separate page before it. Mappings are excluded
+ * Blocks below 4 MiB come from aligned_alloc. Each larger block is a separate mapping, aligned to 2
+ * MiB, that requests huge pages; its header is in a separate page before it. Mappings are excluded
  * from core dumps, so a crashing rank does not write 100 GB to disk. The slack of a mapped block is
  * never touched, so it costs only address space.
  *

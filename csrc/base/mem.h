@@ -40,7 +40,7 @@ typedef enum fsdpc_mem_kind {
 
 enum { FSDPC_MEM_ALIGN = 64 };
 
-/* Returns the bytes that the counters add for a block of this size. */
+/* Returns the number of bytes that the counters add for a block of this size. */
 static inline size_t fsdpc_mem_counted(size_t bytes)
 {
     return fsdpc_round_up(bytes, FSDPC_MEM_ALIGN);
@@ -65,9 +65,9 @@ void fsdpc_mem_destroy(
 fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, void **out);
 void fsdpc_mem_free(fsdpc_mem *mem, void *pointer); /* NULL is fine */
 
-/* Counts memory from elsewhere (mappings); a negative `bytes` subtracts. */
+/* Counts memory allocated elsewhere, such as mappings; a negative `bytes` subtracts. */
 void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes);
-/* Counts one memory request that another pool (a device's) made to its system. */
+/* Counts one request that another pool, such as a device's, made to its system allocator. */
 void fsdpc_mem_count_system_alloc(fsdpc_mem *mem);
 
 void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);

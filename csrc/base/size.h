@@ -1,5 +1,5 @@
 /* Checked arithmetic on sizes. All products of shapes and byte counts use these functions, so an
- * overflow is an error and never a too-small allocation. */
+ * overflow is an error instead of a too-small allocation. */
 #ifndef FSDPC_BASE_SIZE_H
 #define FSDPC_BASE_SIZE_H
 

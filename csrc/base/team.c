@@ -1,20 +1,20 @@
-/* A team of threads claims the parts of a run through one ticket word.
+/* The threads of a team claim the parts of a run through a single atomic ticket.
  *
- * A run publishes its function in the team and then its ticket: the generation in the high half,
- * and the number of unclaimed parts in the low half. The caller and the workers claim parts by
- * compare-and-swap on that word. A worker that sleeps through a run, or wakes during a later one,
- * can therefore never claim a part of the wrong run. The caller waits only for claimed parts, which
- * `done` counts, and never for a worker that claimed none.
+ * A run publishes its function in the team and then its ticket, which holds the generation in its
+ * high half and the number of unclaimed parts in its low half. The caller and the workers claim
+ * parts by compare-and-swap on the ticket. A worker that sleeps through a run, or wakes during a
+ * later one, can therefore never claim a part of the wrong run. The caller waits only for claimed
+ * parts, which `done` counts, and never for a worker that claimed none.
  *
- * Idle workers spin for a few microseconds before they sleep on a futex, because a step's kernels
- * follow each other closely. If there are more threads than cores, they sleep at once. When no
- * parts are left, the caller spins in the same way before it sleeps on `done`.
+ * Idle workers spin for a few microseconds before they sleep on a futex, because the kernels of a
+ * step follow each other closely. If there are more threads than cores, idle workers sleep at once.
+ * When no parts are left, the caller spins in the same way before it sleeps on `done`.
  *
  * `running` admits one run; a caller that finds it taken (a nested call, another thread) executes
- * its parts inline. A forked child has no workers. This costs only speed, because the caller does
- * not wait for absent workers. If the fork happens during another thread's run, `running` stays set
- * in the child, and all of the child's work is inline. Only destroy needs to know which process
- * owns the threads.
+ * its parts inline. A forked child has no workers. This only makes the child slower, because the
+ * caller does not wait for absent workers. If the fork happens during another thread's run,
+ * `running` stays set in the child, and all of the child's work runs inline. Only destroy needs to
+ * know which process owns the threads.
  *
  * Note [fields of a run]. fn, arg and parts are atomics only because a late worker may read them
  * while the next run writes them. The worker uses the values only if its compare-and-swap then
@@ -41,7 +41,7 @@
 enum { CACHE_LINE = 64, SPIN_NS = 20000, SPINS_PER_LOOK = 16, MAX_THREADS = 4096 };
 
 struct fsdpc_team {
-    /* The first cache line is touched by every part, the second only by runs and sleepers. */
+    /* Every part touches the first cache line; only runs and sleepers touch the second. */
     _Alignas(CACHE_LINE) _Atomic uint64_t ticket; /* generation << 32 | parts left */
     _Atomic uint32_t done; /* parts finished in this run; futex of the caller */
     _Atomic uint32_t caller_sleeps;
@@ -60,8 +60,8 @@ struct fsdpc_team {
     pthread_t *workers; /* threads - 1 */
 };
 
-/* These futexes are private: only threads of this process sleep here, and the kernel looks them up
- * faster than the shared ones in wait.h. */
+/* These futexes are private: only threads of this process sleep on them, and the kernel looks them
+ * up faster than the shared futexes in wait.h. */
 static void sleep_on(_Atomic uint32_t *word, uint32_t expected)
 {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, NULL, NULL, 0);
@@ -73,7 +73,8 @@ static void wake(_Atomic uint32_t *word, uint32_t sleepers)
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* Returns true once *word differs from `old`, or false when the spinning time is over. */
+/* Returns true once *word differs from `old`, or false when the time limit for spinning has
+ * passed. */
 static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, uint32_t old)
 {
     if (team->spin_ns == 0)

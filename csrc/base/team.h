@@ -1,11 +1,11 @@
 /* A team of threads that share the work of one kernel.
  *
  * fsdpc_team_run(team, parts, fn, arg) calls fn(arg, part) once for every part in [0, parts). It
- * spreads the calls over the team, including the caller, and returns when all are done. Any thread
- * may execute any part, and results must not depend on which: a kernel divides its OUTPUT into
- * parts and never sums across them. Nested calls run inline. Threads are started by the first run
- * that can use them; a team of one starts none. A second caller during a run also runs inline. A
- * forked child has no workers, so its caller executes every part.
+ * distributes the calls over the team, including the caller, and returns when all of them have
+ * finished. Any thread may execute any part, and results must not depend on which: a kernel divides
+ * its OUTPUT into parts and never sums across them. Nested calls run inline. Threads are started by
+ * the first run that can use them; a team of one starts none. A call made during another thread's
+ * run also runs inline. A forked child has no workers, so its caller executes every part.
  */
 #ifndef FSDPC_BASE_TEAM_H
 #define FSDPC_BASE_TEAM_H

@@ -1,7 +1,7 @@
 /* Creates named threads that block signals.
  *
- * The mask is set in the creating thread around pthread_create, because a new thread inherits it.
- * If the new thread set the mask itself, a signal could arrive first. The caller's mask is then
+ * The mask is set in the creating thread before pthread_create and inherited by the new thread. If
+ * the new thread set the mask itself, a signal could arrive first. The caller's mask is then
  * restored.
  */
 #include "base/thread.h"

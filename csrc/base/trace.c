@@ -1,7 +1,7 @@
 /* The trace ring is preallocated and overwrites its oldest events first.
  *
- * Adding an event is a clock read and one 40-byte store; nothing is allocated after create, unless
- * a profile needs more space. With capacity 0, tracing is off.
+ * Adding an event takes one clock read and one 40-byte store; nothing is allocated after create,
+ * unless a profile needs more space. With capacity 0, tracing is off.
  */
 #include "base/trace.h"
 

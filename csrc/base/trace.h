@@ -2,7 +2,7 @@
  *
  * Tests check it, `fsdpc.schedule` and the profiler read it, and a hang report prints the most
  * recent events. Each context has one ring, and the thread that drives the engine writes its
- * events. The ring contains the host's waits only while a profile is being recorded.
+ * events. Host waits are recorded only while a profile is running.
  */
 #ifndef FSDPC_BASE_TRACE_H
 #define FSDPC_BASE_TRACE_H

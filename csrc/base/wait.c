@@ -1,10 +1,10 @@
 /* The clock and the futex calls that every wait uses.
  *
- * Futexes are the shared (non-private) kind, keyed by the physical page. Two processes that map
- * the same memfd at different addresses, or one process with two aliases, thus share the same word.
- * A wait may return early for any reason, such as a signal, a spurious wake-up or a changed word.
- * Callers loop on their own condition with their own deadline, and call the interrupt callback
- * between iterations.
+ * The futexes are shared (non-private), so the kernel keys them by physical page. Two processes
+ * that map the same memfd at different addresses, or two aliases within one process, therefore
+ * share a futex. A wait may return early for any reason, such as a signal, a spurious wake-up or a
+ * changed word. Callers loop on their own condition with their own deadline, and call the interrupt
+ * callback between iterations.
  */
 #include "base/wait.h"
 

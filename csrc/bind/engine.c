@@ -15,7 +15,7 @@ static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(result);
 }
 
-/* Returns the event's kind; for a wait, includes the operation waited for. */
+/* Returns the event's kind and, for a wait, the operation waited for. */
 static PyObject *event_kind(const fsdpc_trace_event *e)
 {
     const char *name = fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind);

@@ -1,4 +1,4 @@
-/* The engine's Python types Comm, Unit and Optimizer, and functions on them.
+/* The engine's Python types Comm, Unit and Optimizer, and functions that use them.
  *
  * Lifetimes. A tensor over a unit's memory (an unsharded parameter, an exported local shard) may
  * outlive all of the model's Python objects. C therefore counts references to units and roots
@@ -33,7 +33,7 @@ typedef struct fsdpc_root_ref {
     int n_units;
 } fsdpc_root_ref;
 
-/* A unit's gradients that were handed out (bind/engine/unit_grad.c). */
+/* The gradients of a unit that were handed out (bind/engine/unit_grad.c). */
 typedef struct fsdpc_shared_grads {
     _Atomic int refs;    /* held by the unit while its shards exist, and by every tensor */
     fsdpc_unit_ref *ref; /* every tensor holds a reference to it */
@@ -80,7 +80,7 @@ fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
 fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object);
 /* Returns 0, or -1 with IndexError if `param` is out of range. */
 int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param);
-/* Returns the index of the Unit's parameter named by `arg`; -1 with an exception. */
+/* Returns the parameter index in `arg` after checking its range, or -1 with an exception set. */
 int fsdpc_py_unit_param_arg(PyObject *object, PyObject *arg);
 /* Returns 0, or -1 with an exception if shutdown() has closed the unit's communicator. */
 int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit);

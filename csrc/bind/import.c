@@ -2,7 +2,7 @@
  * its owner.
  *
  * The wait uses an event instead of a sync, so errors in submitted work are left for the next sync
- * to report. If the device has a watch, the wait polls in the same way, because work on the stream
+ * to report. If the device has a watch, the wait polls as a sync would, because work on the stream
  * may be waiting for a peer. That work may also need the GIL to make progress.
  */
 #include "bind/state.h" /* Python.h first */

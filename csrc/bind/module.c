@@ -11,7 +11,7 @@
 
 #include "engine/plan.h"
 
-/* Adds the type to the module under the last part of its name. */
+/* Adds the type to the module under the last component of its name. */
 static PyObject *make_type(PyObject *module, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);

@@ -1,7 +1,7 @@
 /* Creates and configures the runtime.
  *
- * The number of threads per rank is FSDPC_THREADS, else OMP_NUM_THREADS, else usable cores /
- * LOCAL_WORLD_SIZE, and at least 1. Worker streams may use the cores that this host's ranks leave
+ * The number of threads per rank is FSDPC_THREADS if set, else OMP_NUM_THREADS, else usable cores /
+ * LOCAL_WORLD_SIZE; it is at least 1. Worker streams may use the cores that this host's ranks leave
  * free; if there are none, every stream of the device runs inline.
  *
  * The device is the CPU unless another was selected before the runtime was created (bind/plugin.c).
@@ -34,7 +34,7 @@ fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
     return NULL;
 }
 
-/* Returns a positive integer from the environment (for "4,2", the first); 0 if unset or
+/* Returns a positive integer from an environment variable ("4,2" gives 4), or 0 if unset or
  * malformed. */
 static int env_positive(const char *name)
 {
@@ -182,7 +182,7 @@ static PyObject *set_ordered(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-/* Does not create the runtime, which reads the number on creation. */
+/* Does not create the runtime, which reads this number when it is created. */
 static PyObject *set_num_threads(FSDPC_PY_FASTCALL(module))
 {
     fsdpc_runtime *runtime = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;

@@ -4,9 +4,9 @@
  * a tensor, never at import. Types belong to the module, so the state can be reached from an
  * object's type; tensors also keep a pointer to it (their type keeps the module alive).
  *
- * The GIL. Operations that do more than about 20 us of work, and all of backward, run without it.
- * Backward therefore calls sinks, guards, boundary functions and tape ends WITHOUT the GIL, which
- * they must acquire (PyGILState_Ensure) before they touch Python. A function that fails with a
+ * The GIL. Operations that do more than about 20 us of work, and all of backward, run without the
+ * GIL. Backward therefore calls sinks, guards, boundary functions and tape ends WITHOUT the GIL;
+ * they must acquire it (PyGILState_Ensure) before they touch Python. A function that fails with a
  * Python exception leaves it set and returns FSDPC_ERR_CALLBACK.
  */
 #ifndef FSDPC_BIND_STATE_H
@@ -91,7 +91,7 @@
     X(ckpt)                                                                                        \
     X(ckpt_state)
 
-/* Rows of these tables; the stub has the signatures and documentation (tools/stub_docs.py). */
+/* Rows of these tables; the signatures and documentation are in the stub (tools/stub_docs.py). */
 #define FSDPC_PY_FUNCTION(name, function, flags)                                                   \
     {                                                                                              \
 #name, (PyCFunction)(void (*)(void))(function), flags, fsdpc_doc_##name                    \
@@ -179,7 +179,7 @@ typedef struct fsdpc_py_tensor {
 
 extern PyModuleDef fsdpc_py_module;
 
-/* Returns the state of this module's type, or of a subclass; NULL with TypeError. */
+/* Returns the module state of one of the module's types or a subclass, or NULL with TypeError. */
 fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type);
 static inline fsdpc_py_state *fsdpc_py_state_of_ref(PyObject *object)
 {
@@ -197,20 +197,20 @@ static inline fsdpc_runtime *fsdpc_py_runtime(PyObject *module)
     return fsdpc_py_state_runtime(PyModule_GetState(module));
 }
 fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
-/* Takes the next random stream, for a one-time draw; fails with -1 and an exception inside a
- * captured step, because every replay would draw the same values. */
+/* Takes the next random stream for a one-time draw. Inside a captured step it returns -1 with an
+ * exception, because every replay would draw the same values. */
 int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out);
 void fsdpc_py_runtime_destroy(fsdpc_runtime *runtime);
 
 /* Returns a Python object's tensor as a borrowed reference. If the object is not a tensor, _of
- * raises TypeError and returns NULL, and _peek only returns NULL. */
+ * raises TypeError and returns NULL, while _peek only returns NULL. */
 fsdpc_tensor *fsdpc_py_tensor_of(PyObject *object);
 fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
-/* Returns a new Tensor; takes over the reference to `t`, even on failure. */
+/* Returns a new Tensor; takes ownership of the reference to `t`, even on failure. */
 PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
 PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
-/* Does the same, or returns NULL with an exception if `status` is a failure; `t` may then be
- * NULL. */
+/* Returns a new Tensor, or NULL with an exception if `status` is a failure, in which case `t` may
+ * be NULL. */
 PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
 
 /* Accepts a dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
@@ -229,17 +229,17 @@ fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
  */
 fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 
-/* The same for a dictionary item. */
+/* Stores an item in a dictionary and releases the item's reference. */
 void fsdpc_py_put_item(PyObject **dict_io, const char *key, PyObject *item);
 
 /* Returns the extents as a tuple. */
 PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape);
 
-/* Stores an item, whose reference it takes over, in a new list or tuple; frees the sequence if the
- * item is NULL. */
+/* Stores an item in a new list or tuple, which takes ownership of its reference; frees the sequence
+ * if the item is NULL. */
 void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item);
 
-/* Runs a statement that may wait, without the GIL, so other threads can run Python. */
+/* Releases the GIL during a statement that may wait, so that other threads can run Python. */
 #define FSDPC_PY_WITHOUT_GIL(...)                                                                  \
     do {                                                                                           \
         Py_BEGIN_ALLOW_THREADS;                                                                    \

@@ -1,7 +1,7 @@
-/* Handles lists, tuples and dicts; nn/_structures.py turns other classes into those and back. */
+/* Handles lists, tuples and dicts; nn/_structures.py converts other classes to those and back. */
 #include "bind/walk.h"
 
-/* One of the structures around the current object. */
+/* One of the structures that enclose the current object. */
 typedef struct fsdpc_py_around {
     struct fsdpc_py_around *outer;
     PyObject *object;

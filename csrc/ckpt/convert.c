@@ -19,7 +19,7 @@ fsdpc_status fsdpc_ckpt_convert_check(fsdpc_dtype to, fsdpc_dtype from)
                       fsdpc_dtype_name(to));
 }
 
-/* Rounds to fp32 such that rounding the result to 16 bits equals rounding x. */
+/* Rounds to fp32 such that rounding the result to 16 bits gives the same value as rounding x. */
 static float round_to_odd(double x)
 {
     float f = (float)x;

@@ -9,7 +9,7 @@
 
 #include "base/dtype.h"
 
-/* Returns FSDPC_ERR_DTYPE, naming both, unless fsdpc_ckpt_convert supports the pair. */
+/* Returns FSDPC_ERR_DTYPE with both dtypes' names unless fsdpc_ckpt_convert supports the pair. */
 fsdpc_status fsdpc_ckpt_convert_check(fsdpc_dtype to, fsdpc_dtype from);
 
 /* `dst` and `src` do not overlap; the caller has checked the pair. */

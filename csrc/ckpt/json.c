@@ -1,5 +1,5 @@
-/* The JSON cursor and the growing text: a put formats into the remaining space and, if that is too
- * small, again after the text has grown.
+/* The JSON cursor and the growable text. Output is formatted into the remaining space and, if it
+ * does not fit, again after the text has grown.
  *
  * UTF-8 is validated as in RFC 3629: overlong forms, surrogates and code points above U+10FFFF are
  * rejected. Strings are copied in runs; only backslashes and bytes above 127 are examined

@@ -3,7 +3,7 @@
  * The reader is a cursor over a text: the caller knows what must come next and asks for it. It does
  * not recurse: nesting deeper than the caller expects is an error at its first bracket, so input
  * cannot grow the stack. Numbers are non-negative integers. Strings are valid UTF-8 without NUL,
- * control characters or halves of surrogate pairs; the reader resolves escapes. Every error message
+ * control characters or unpaired surrogates; the reader resolves escapes. Every error message
  * includes the text's name, the byte offset and the expected token.
  */
 #ifndef FSDPC_CKPT_JSON_H
@@ -21,7 +21,7 @@ typedef struct fsdpc_json {
 
 /* Skips blanks and consumes `symbol` if it comes next. */
 bool fsdpc_json_take(fsdpc_json *json, char symbol);
-/* Does the same, but fails if `symbol` does not come next. */
+/* Skips blanks and consumes `symbol`, but fails if something else comes next. */
 fsdpc_status fsdpc_json_expect(fsdpc_json *json, char symbol);
 
 /* Reads a string, writes it NUL-terminated at *cursor_io, and advances *cursor_io past it. The

@@ -1,7 +1,7 @@
 /* Lays out the files and writes the texts that describe where tensors are stored.
  *
  * Each file holds as many consecutive tensors from the list as fit. The index and the manifest are
- * byte-identical to the output of Python's json module, which earlier versions used to write them.
+ * byte-identical to those of earlier versions, which wrote them with Python's json module.
  */
 #include "ckpt/layout.h"
 
@@ -182,7 +182,7 @@ static fsdpc_status put_files(const fsdpc_ckpt_layout *layout, fsdpc_json_text *
     return FSDPC_OK;
 }
 
-/* Puts the entries of the tensors [begin, end). */
+/* Writes the entries of the tensors [begin, end). */
 static void put_tensors(const fsdpc_ckpt_layout *layout, const uint32_t *crcs, size_t begin,
                         size_t end, fsdpc_json_text *out)
 {

@@ -16,7 +16,7 @@
 #include "ckpt/shards.h"
 
 typedef struct fsdpc_ckpt_layout {
-    /* These fields are set and owned by the caller. */
+    /* The caller sets and owns these fields. */
     fsdpc_st_tensor *tensors; /* the model's, then the optimizer's */
     size_t n_tensors, n_model;
     double max_file_bytes;  /* files of several tensors have at most this much data */
@@ -30,7 +30,7 @@ typedef struct fsdpc_ckpt_layout {
     size_t n_files;
 } fsdpc_ckpt_layout;
 
-/* Lays out the files in `folder`, fills in the tensors' places, and places the shards. */
+/* Lays out the files in `folder`, records where each tensor is stored, and places the shards. */
 fsdpc_status fsdpc_ckpt_lay_out(fsdpc_ckpt_layout *layout, const char *folder,
                                 fsdpc_ckpt_shard *shards, size_t n_shards);
 void fsdpc_ckpt_layout_fini(fsdpc_ckpt_layout *layout); /* may be all zeros */

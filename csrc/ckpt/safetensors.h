@@ -1,16 +1,17 @@
-/* The safetensors format: strict reading of a header, and the layout of a new file.
+/* The safetensors format: strict parsing of headers, and the layout of new files.
  *
  *     8 bytes, little endian: header length | header, JSON | tensor data
  *
  * The reader rejects everything else, such as duplicate or unknown keys, unknown dtypes, invalid
- * UTF-8, and numbers that are fractional, negative or too large. It rejects shapes whose bytes do
- * not match their offsets, and tensors that overlap or leave holes. It rejects a header above
- * 100,000,000 bytes, and data beyond the end of the file. Names may be any text. The reader checks
- * every size against the file's before it allocates.
+ * UTF-8, and numbers that are fractional, negative or too large. It rejects tensors whose shape and
+ * dtype imply a size different from their offsets, and tensors that overlap or leave gaps. It
+ * rejects headers larger than 100,000,000 bytes, and data that extends past the end of the file.
+ * Names may be any text. The reader checks every size against the file size before it allocates
+ * memory.
  *
- * The layout of a new file depends only on names, dtypes and shapes, so every rank computes all of
- * it. Tensors are sorted by descending element size, then by name (bytewise), without gaps; the
- * header is padded with spaces to a multiple of 8 bytes.
+ * The layout of a new file depends only on names, dtypes and shapes, so every rank computes the
+ * whole layout. Tensors are stored without gaps, sorted by descending element size and then by name
+ * (bytewise). The header is padded with spaces to a multiple of 8 bytes.
  */
 #ifndef FSDPC_CKPT_SAFETENSORS_H
 #define FSDPC_CKPT_SAFETENSORS_H
@@ -49,7 +50,7 @@ typedef struct fsdpc_st_dtype {
     int dtype; /* fsdpc_dtype, or -1: used only by the format */
 } fsdpc_st_dtype;
 
-/* Finds a dtype by name; NULL if unknown. */
+/* Finds a dtype by name; returns NULL if it is unknown. */
 const fsdpc_st_dtype *fsdpc_st_dtype_find(const char *name);
 
 typedef struct fsdpc_st_tensor {

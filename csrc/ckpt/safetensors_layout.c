@@ -1,9 +1,9 @@
 /* The layout of a safetensors file.
  *
  * Order and bytes depend only on names, dtypes and shapes, so every rank creates the same header
- * and knows every offset without communication. Keys and separators are those of the reference
- * library. If the order is also the same, as with only one dtype per element size, the files are
- * byte-identical.
+ * and knows every offset without communication. Keys and separators match those of the reference
+ * library. If the tensor order also matches, as it does with only one dtype per element size, the
+ * files are byte-identical.
  */
 #include "ckpt/safetensors.h"
 

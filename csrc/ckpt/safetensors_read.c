@@ -1,9 +1,10 @@
 /* The reader of safetensors headers.
  *
  * A single pass over the text fills arrays that grow as entries are read. The header's length
- * bounds their size, because each entry takes at least 40 bytes of it. Strings are stored in a
- * single buffer as long as the header. Sorting by name then finds duplicates, and sorting by offset
- * finds overlaps and gaps, so a header with a million tensors needs only two sorts.
+ * bounds the size of the arrays, because each entry takes at least 40 bytes of it. Strings are
+ * stored in a single buffer as long as the header. Sorting by name then finds duplicates, and
+ * sorting by offset finds overlaps and gaps, so even a header with a million tensors needs only two
+ * sorts.
  */
 #include "ckpt/safetensors.h"
 

@@ -1,14 +1,14 @@
 /* Performs the steps of a save in order.
  *
- * Only rank 0 creates or changes names: it creates the temporary folder and its files, and renames
- * the folder. The other ranks open existing files. A rank that dies therefore leaves at most a
- * temporary folder. A folder gets its final name only after all ranks have confirmed that their
- * data is on the disk.
+ * Only rank 0 creates or renames anything: it creates the temporary folder and its files, and
+ * renames the folder. The other ranks open existing files. A rank that dies therefore leaves at
+ * most a temporary folder. A folder gets its final name only after all ranks have confirmed that
+ * their data is on the disk.
  *
  * If the ranks cannot agree because one has died, the save returns the gather's error. Even then
- * rank 0 removes the temporary folder, because ranks that are still writing have the files open and
- * learn of the failure at their own gather. If the parent folder cannot be synced after the rename,
- * rank 0 reverts the rename, because a commit that might vanish must not count.
+ * rank 0 removes the temporary folder: ranks that are still writing have the files open, and learn
+ * of the failure at their own gather. If the parent folder cannot be synced after the rename, rank
+ * 0 reverts the rename, because a commit that might vanish must not count.
  */
 #include "ckpt/save.h"
 

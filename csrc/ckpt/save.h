@@ -11,16 +11,16 @@
  *     rank 0 writes the manifest, fsync, fsync of the folder, rename without replacing, fsync above
  *     agree: does it exist?
  *
- * With `overwrite` the last rename exchanges the old folder and the new one, and rank 0 removes the
- * old folder after the commit.
+ * With `overwrite`, the final rename exchanges the old and new folders, and rank 0 removes the old
+ * one after the commit.
  *
  * The caller ensures that only one save of a folder runs at a time, across all processes.
  *
  * A killed save leaves a temporary folder. The next save of the same name, or the parent folder's
  * checkpoint manager, removes it.
  *
- * Ranks agree through a single function, an all-gather of a few bytes, which is the only function
- * that can wait for other ranks. The save uses no Python objects and may run on any thread.
+ * Ranks communicate only through an all-gather of a few bytes, so no other function can wait for
+ * other ranks. The save uses no Python objects and may run on any thread.
  */
 #ifndef FSDPC_CKPT_SAVE_H
 #define FSDPC_CKPT_SAVE_H

@@ -18,7 +18,7 @@
 #include "base/fs.h"
 #include "ckpt/safetensors.h"
 
-/* The chunk size keeps data that the kernel has just read in the core's own cache. */
+/* A chunk is small enough that data just read by the kernel stays in the core's own cache. */
 enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
 
 typedef struct fsdpc_ckpt_file {
@@ -44,7 +44,7 @@ typedef struct fsdpc_ckpt_shard {
     uint64_t bytes_behind; /* bytes of this tensor in the file after the shard */
 } fsdpc_ckpt_shard;
 
-/* Sets the location in a file of a shard whose tensor occupies the bytes [begin, end). If the
+/* Sets a shard's location in a file, given that its tensor occupies the bytes [begin, end). If the
  * memory dtype is U8, the memory holds the file's bytes, whatever the tensor's dtype. */
 fsdpc_status fsdpc_ckpt_place(fsdpc_ckpt_shard *shard, int file, const fsdpc_st_dtype *dtype,
                               uint64_t begin, uint64_t end);

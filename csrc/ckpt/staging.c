@@ -1,4 +1,4 @@
-/* Copies data around the caches if the processor supports non-temporal stores.
+/* Copies data without going through the caches if the processor supports non-temporal stores.
  *
  * The C library's memcpy also bypasses the caches, but only for calls of tens of megabytes, and
  * shards are smaller. Every x86-64 processor has SSE2; other processors use memcpy. Shards begin at

@@ -1,16 +1,16 @@
-/* The staging copy for saves on a background thread.
+/* Makes the staging copy for saves on a background thread.
  *
  * The copy has the same layout as the file, and afterwards the shards point to it. When the copy is
- * complete, the owner may overwrite the originals. Such a save blocks its caller only for the copy.
- * The copy bypasses the caches because it is not read soon, and because a store that does not fetch
- * its cache line first saves a third of the traffic.
+ * complete, the owner may overwrite the originals. A background save therefore blocks its caller
+ * only during the copy. The copy bypasses the caches because it will not be read soon. A store that
+ * does not fetch its cache line first also saves a third of the memory traffic.
  */
 #ifndef FSDPC_CKPT_STAGING_H
 #define FSDPC_CKPT_STAGING_H
 
 #include "ckpt/shards.h"
 
-/* Computes the bytes that the copy needs; fails if a shard cannot be converted to its file's
+/* Computes the size of the copy in bytes; fails if a shard cannot be converted to its file's
  * dtype. */
 fsdpc_status fsdpc_ckpt_staging_bytes(const fsdpc_ckpt_shard *shards, size_t n_shards,
                                       size_t *bytes_out);

@@ -1,4 +1,4 @@
-/* Computes sums, extrema and slices of reductions.
+/* Computes sums and extrema, and reduces slices.
  *
  * Float sums use the device's reduce kernel, which sums in a fixed order (a pairwise tree over
  * ranks). Every rank therefore gets the same bits from the same contributions. All other reductions

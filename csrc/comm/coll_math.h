@@ -1,12 +1,13 @@
-/* Arithmetic of collectives, for contributions that this rank can read. */
+/* Arithmetic for collectives whose contributions this rank can read. */
 #ifndef FSDPC_COMM_COLL_MATH_H
 #define FSDPC_COMM_COLL_MATH_H
 
 #include "base/mem.h"
 #include "comm/comm.h"
 
-/* Computes out[j] = red over srcs[p][j]. Floats are summed by fsdpc_flat_reduce's tree, integers
- * wrap around, and a sum of BOOL is "any"; MAX and MIN return NaN if any contribution is NaN. */
+/* Computes out[j] by applying `red` to srcs[p][j] for all p. Floats are summed by
+ * fsdpc_flat_reduce's tree, integers wrap around, and BOOLs are or-ed; MAX and MIN return NaN if
+ * any contribution is NaN. */
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 

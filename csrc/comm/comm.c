@@ -1,9 +1,9 @@
 /* Code shared by all communicators: checks, waiting, and results of posted operations.
  *
  * All waits use one polling function. While the result is IN_PROGRESS, it first spins (only if
- * every rank has a core), and then sleeps in the implementation's `idle` for at most 100 ms at a
- * time. Between sleeps it checks the time. At the deadline it poisons the communicator; the notice
- * reports the late ranks and this rank's last operation; the interrupt callback may end the wait.
+ * every rank has its own core), then sleeps in the implementation's `idle` for at most 100 ms at a
+ * time. Between sleeps it checks the time. It gives notices about late ranks and this rank's last
+ * operation, and poisons the communicator at the deadline. The interrupt callback may end the wait.
  *
  * If `idle` reports that a peer is gone, the operation has not yet failed, because the peer may
  * have done its part before it left. The wait polls once more, and fails only if the operation is
@@ -193,8 +193,8 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
-/* Reports that a peer is gone, and what this rank was waiting for. If Ctrl-C has ended all ranks,
- * reports the interrupt instead, even if the peer ended first. */
+/* Reports that a peer is gone, and this rank's operation. If Ctrl-C has ended all ranks, reports
+ * the interrupt instead, even if the peer ended first. */
 static fsdpc_status given_up(const waiting *w, fsdpc_status status)
 {
     char text[LATE_BYTES];
@@ -428,7 +428,7 @@ fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream)
                     work->op.unit);
 }
 
-/* Ends an operation, even one in flight, whose storage is about to be freed. */
+/* Ends an operation (possibly in flight) whose storage is about to be freed. */
 static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_stream *stream = work->op.stream;
@@ -436,7 +436,7 @@ static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
         char text[512];
         fsdpc_comm_poison(work->comm, status);
         snprintf(text, sizeof text, "%s", fsdpc_last_error());
-        /* The stream's thread must no longer use `work`. */
+        /* Waits until the stream's thread has stopped using `work`. */
         if (stream && stream->async && fsdpc_stream_sync(stream) != FSDPC_OK)
             fsdpc_fail(status, "%s", text);
     }

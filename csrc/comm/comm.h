@@ -8,9 +8,10 @@
  * a root's units. Every rank reads the whole buffer through `read` and writes only its own slices,
  * through `write`, between arriving in an epoch and reporting its copy-in. An epoch has two parts:
  * arriving with a note, and waiting for all arrivals. If any note is CHANGED, each rank writes its
- * slices, reports its copy-in, and waits for every rank's report before it reads. The next arrival
- * must follow the end of all gathers: until then, a communicator may read this rank's slices and
- * write the others. docs/design/communication.md explains why no simpler order is safe.
+ * slices, reports its copy-in, and waits for every rank's report before it reads. A rank must not
+ * arrive again before all gathers have ended, because until then a communicator may read this
+ * rank's slices and write the others. docs/design/communication.md explains why no simpler order is
+ * safe.
  *
  * Communicators whose ranks share no memory create `offsets_only` parameter buffers, which have no
  * memory and only define the offsets of unsharded parameters. A gather on such a buffer sends this
@@ -24,8 +25,8 @@
  *
  * Collectives are posted, tested and waited for. fsdpc_work is the caller's storage: a post
  * allocates no memory. Every rank of the group posts the same operations in the same order. Each
- * operation has a fingerprint, which the peers check. A mismatch is an error on every rank that
- * names both ranks' unit and operation, and is raised before any wrong value is used.
+ * operation has a fingerprint, which the peers check. A mismatch raises an error on every rank
+ * before any wrong value is used; the error names both ranks' units and operations.
  *
  * On a remote device an operation runs in its stream's order, independently of all other work.
  * Before a post, the caller must use events to order the stream after other work on the memory that
@@ -34,13 +35,13 @@
  * operations. A later failure is reported by the next call that waits for anything, including a
  * sync of the device (fsdpc_device.watch).
  *
- * While the device captures (device.h), operations posted on it are also captured, and not
- * compared. Instead, ranks compare their hashes, `captured`, when the capture ends. A capture
- * cannot wait, so operations on host values are refused. To launch a graph that contains
+ * While the device captures (device.h), operations posted on it are captured too and are not
+ * compared. Instead, the ranks compare hashes of them (`captured`) when the capture ends. A capture
+ * cannot wait, so operations on host values are rejected. To launch a graph that contains
  * operations, post a REPLAY.
  *
- * Failure. Every wait has a deadline, calls the interrupt callback at least every 100 ms and
- * watches the peers. After a failure the communicator is poisoned: every later call fails with the
+ * Failure. Every wait has a deadline, calls the interrupt callback at least every 100 ms, and
+ * detects lost peers. After a failure the communicator is poisoned: every later call fails with the
  * reason. Three outcomes do not poison it: an interrupt (which ends the wait, not the operation),
  * CHANGED together with HELD, and a failed allocation (reported to all ranks). After an interrupt,
  * the caller waits again or aborts.
@@ -104,7 +105,7 @@ static inline bool fsdpc_coll_reduces(fsdpc_coll_kind kind)
 
 typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red;
 
-/* One of the sums that a reduction computes, in order. */
+/* One in the ordered list of sums that a reduction computes. */
 typedef struct fsdpc_coll_sum {
     int n_ranks;      /* sums the next n_ranks ranks' contributions, scaled and rounded, */
     const void *from; /* or, if n_ranks is 0, copies the result of another sum from here */
@@ -121,9 +122,9 @@ typedef struct fsdpc_coll {
     fsdpc_dtype dtype;
     uint64_t epoch;
     fsdpc_stream *stream; /* NULL: inline; on a remote device the main stream */
-    /* Moves no data, but compares the operation with the peers' and is done when every rank has
-     * posted it. It is for a communicator that moves the bytes itself and uses another communicator
-     * for the check. */
+    /* Moves no data: the operation is compared with the peers' and completes when every rank has
+     * posted it. Used by a communicator that moves the bytes itself and leaves the check to another
+     * communicator. */
     bool agree_only;
 
     /* GATHER, REDUCE_SCATTER and REDUCE_ALL (which takes all slices, at their unsharded_offset) */
@@ -202,13 +203,13 @@ typedef struct fsdpc_comm_ops {
     /* Tells the peers that this rank no longer takes part; memory stays until destroy.
      * Optional. */
     void (*leave)(fsdpc_comm *comm);
-    /* Sets apart the communicators that this one uses. If it is NULL, the communicator uses only
-     * its control. */
+    /* Sets apart the communicators that this one uses. NULL means that the communicator uses only
+     * its `control`. */
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Parameter buffer and epochs */
-    /* Collective. Implementations define one of the two: the second if they also support parameter
-     * buffers in files. */
+    /* Collective. Implementations define one of these two functions: the second if they also
+     * support parameter buffers in files. */
     fsdpc_status (*param_buffer_create)(fsdpc_comm *comm, size_t bytes, fsdpc_param_buffer **out);
     fsdpc_status (*param_buffer_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                            fsdpc_param_buffer **out);
@@ -241,8 +242,8 @@ typedef struct fsdpc_comm_ops {
      * Optional: the default waits for the operation. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
 
-    /* Waiting: sleeps until something may have changed, for at most max_ns, and detects dead peers.
-     * The first call may return at once so that the caller polls again; max_ns 0 ends the wait.
+    /* Sleeps until something may have changed, for at most max_ns, and detects dead peers. The
+     * first call may return at once so that the caller polls again; max_ns 0 ends the wait.
      * Optional: the default yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
     /* Wakes this rank's threads that sleep in idle; any thread may call it. Optional: no thread
@@ -253,14 +254,14 @@ typedef struct fsdpc_comm_ops {
     /* Sets this rank's position, which peers report in messages when they wait for this rank.
      * Optional. */
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
-    /* Returns the position as text, "in forward of 'layers.3'", or "". Optional. */
+    /* Returns the position as text, such as "in forward of 'layers.3'", or "" if there is none.
+     * Optional. */
     void (*where)(const fsdpc_comm *comm, char *text, size_t bytes);
     /* Sets the name of the call in which this rank is about to sleep, or "" when it continues;
      * peers report this too. Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
-    /* For a peer check on any thread: reports how ranks failed or died, if any did, and sets `note`
-     * to the ranks that are stopped, or "". The other function makes all ranks fail. Optional, both
-     * or none. */
+    /* Checks the peers, on any thread: reports how ranks failed or died, if any did, and sets
+     * `note` to the stopped ranks, or "". `tell` makes all ranks fail. Optional, both or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
     void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
     /* Returns a descriptor, owned by the communicator, that becomes readable when the rank's
@@ -341,8 +342,8 @@ fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int
                                            fsdpc_comm **outs);
 
 /* Simulates any rank of any world size in one process. A split returns a group of the same rank
- * and size, as if every peer had passed the same colour. With more than 256 ranks nothing is
- * summed. */
+ * and size, as if every peer had passed the same colour. Nothing is summed for more than 256
+ * ranks. */
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 
 /* The calls that the null communicator received, in order; borrowed until its next call. (The
@@ -391,7 +392,7 @@ static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stre
                                                        : fsdpc_comm_wait(work);
 }
 
-/* Posts the operation and orders `stream`, whose memory it uses, after it. */
+/* Posts the operation and orders `stream`, which uses the same memory, after it. */
 fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_stream *stream);
 
 /* Collective: returns FSDPC_OK if `status` is OK on every rank; otherwise, every rank gets the
@@ -427,10 +428,10 @@ fsdpc_status fsdpc_param_buffer_epoch_wait(fsdpc_param_buffer *param_buffer, con
 fsdpc_status fsdpc_param_buffer_copy_in_wait(fsdpc_param_buffer *param_buffer, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
-/* Hands a communicator that was split off over to a separate thread. Waits in other threads no
- * longer advance it, nor do its waits advance theirs, and it stops using the other thread's
- * callbacks and trace. All ranks of the communicator must call this before its first operation, on
- * the thread that split it off. */
+/* Hands over a split-off communicator to a separate thread. Waits in other threads no longer
+ * advance it, and its waits no longer advance their communicators. It also stops using its former
+ * thread's callbacks and trace. All ranks of the communicator must call this before its first
+ * operation, on the thread that split it off. */
 static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 {
     comm->apart = true;
@@ -446,8 +447,8 @@ static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
 
-/* Returns the bytes that an operation covers: all unsharded elements of a gather or reduction, else
- * numel elements. */
+/* Returns the number of bytes that an operation covers: all unsharded elements for a gather or
+ * reduction, otherwise numel elements. */
 size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
 
 /* For implementations: aborts with this thread's last error, keeps the error, and returns
@@ -455,7 +456,7 @@ size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
 fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status);
 /* Returns FSDPC_ERR_POISONED with the reason if the communicator is poisoned, else FSDPC_OK. */
 fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm);
-/* The default for `abort`, which keeps the first reason. */
+/* The default `abort`, which keeps only the first reason. */
 void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason);
 
 static inline void fsdpc_comm_destroy(fsdpc_comm *comm)
@@ -558,7 +559,7 @@ static inline fsdpc_status fsdpc_param_buffer_copied_in(fsdpc_param_buffer *para
 
 /* Collective: later gathers write to this memory, which must be a whole window of the device
  * (device.h), so the communicator may prepare it in advance. Waits for operations posted earlier.
- * Each rank detaches the memory before freeing it. */
+ * Each rank must detach the memory before freeing it. */
 static inline fsdpc_status fsdpc_param_buffer_attach(fsdpc_param_buffer *param_buffer, void *memory,
                                                      size_t bytes)
 {

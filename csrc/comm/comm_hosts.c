@@ -1,18 +1,18 @@
 /* The multi-host communicator.
  *
- * The world is H hosts of L ranks each; rank h * L + l is local rank l of host h. Within a host,
- * everything works as in a single-host run: a shared-memory communicator, one copy of the weights,
- * and buffers that all its ranks can read. Between hosts, a transport carries bytes from each local
- * rank to the same local rank on the other hosts. Data therefore leaves a host only once, spread
- * over its ranks.
+ * The world consists of H hosts with L ranks each; rank h * L + l is local rank l of host h. Within
+ * a host, everything works as in a single-host run, with a shared-memory communicator, one copy of
+ * the weights, and buffers that all ranks can read. Between hosts, a transport carries bytes from
+ * each local rank to the same local rank on the other hosts. Data therefore leaves each host only
+ * once, divided among its ranks.
  *
  * This code uses the communicator and the transport only through their public interfaces. A wait in
- * one group also advances the operations of this rank's other groups, both on the host and between
+ * one group also advances this rank's operations in other groups, both within the host and between
  * hosts. An arriving message rings the host's bell to wake sleeping ranks.
  *
- * A group confined to one host is simply a communicator of that host. Any other group contains the
- * same local ranks on several hosts: either whole hosts, or one local rank from each (replicas
- * between hosts).
+ * A group within one host is simply a communicator on that host. Every other group contains the
+ * same local ranks on several hosts: either all ranks of those hosts, or one local rank from each
+ * (replicas between hosts).
  */
 #include "comm/comm_hosts.h"
 
@@ -37,7 +37,7 @@ static void wake(void *host)
     comm->ops->wake(comm);
 }
 
-/* Rings a host communicator's bell to report an arriving message. */
+/* Rings the bell of a host communicator when a message arrives. */
 static void wake_host(fsdpc_hosts_world *world)
 {
     fsdpc_comm *host = world->groups ? world->groups->host : NULL;
@@ -74,7 +74,7 @@ static bool forked(const fsdpc_hosts_comm *self)
     return self->world->fork_count != fsdpc_fork_count();
 }
 
-/* Aborts the transport, which may use the memory of operations in flight until then. */
+/* Aborts the transport; until then, it may use the memory of operations in flight. */
 static void abandon(fsdpc_hosts_comm *self)
 {
     if (self->pending && !self->base.poison[0])
@@ -222,7 +222,7 @@ fsdpc_hosts_messages fsdpc_comm_hosts_messages(void)
                                   .header = sizeof(fsdpc_hosts_header)};
 }
 
-/* Formats a description of this rank that other hosts can read after it has left. */
+/* Formats a description of this rank, which other hosts can read after the rank has left. */
 static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t bytes)
 {
     char host[64] = "", where[192] = "";
@@ -233,7 +233,7 @@ static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t byte
              where[0] ? ", last seen " : "", where);
 }
 
-/* Returns whether the reason names a rank: it then concerns another rank, or a wait for one. */
+/* Returns whether the reason names a rank; if so, it concerns another rank or a wait for one. */
 static bool names_a_rank(const char *reason)
 {
     for (const char *at = reason; (at = strstr(at, "rank"));) {
@@ -266,7 +266,7 @@ static void hosts_leave(fsdpc_comm *comm)
         return;
     end_watch(self);
     if (fsdpc_comm_look(self->host, note, sizeof note) != FSDPC_OK)
-        /* Peers waiting for this rank learn what failed, not just that it left. */
+        /* Peers waiting for this rank learn what failed, not just that the rank left. */
         fsdpc_transport_abort(self->transport, fsdpc_last_error());
     fsdpc_comm_leave(self->host);
     if (self->group != 0)
@@ -395,7 +395,7 @@ static fsdpc_status split_here(fsdpc_hosts_comm *self, const wish *wishes, fsdpc
     const wish *mine = &wishes[self->base.rank];
     int local_size = mine->color < 0 ? 1 : local_size_of(self, members, n);
     fsdpc_comm *host = NULL;
-    /* The split is collective on the host, even if its ranks ask for different groups. */
+    /* The split is collective on the host, even if the host's ranks request different groups. */
     FSDPC_TRY(fsdpc_comm_split(self->host, (int)mine->color, (int)mine->key, &host));
     if (mine->color < 0)
         return FSDPC_OK;

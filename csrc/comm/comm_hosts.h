@@ -14,7 +14,7 @@ fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm
 
 /* Connects the ranks of a world, over shared memory on one host or over a transport between
  * several. The function takes ownership of the transport, even on failure. Without an address, it
- * simulates the peers and the transport, so that this rank can be measured by itself. */
+ * simulates the peers and the transport, so that this rank can be benchmarked on its own. */
 fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
                                      fsdpc_transport *transport, fsdpc_comm **out);
 
@@ -23,7 +23,7 @@ fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
 size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
                                       int hosts, int local_size);
 
-/* Bytes that a local rank sends to its peer on each other host. */
+/* Bytes per message from a local rank to its peer on every other host. */
 typedef struct fsdpc_hosts_messages {
     size_t note;   /* in every epoch */
     size_t header; /* before the data of every operation */
@@ -31,8 +31,8 @@ typedef struct fsdpc_hosts_messages {
 
 fsdpc_hosts_messages fsdpc_comm_hosts_messages(void);
 
-/* Starts the watch over the other hosts. Call it once, on the first rank of each host; the watch
- * ends when that rank leaves.
+/* Starts watching the other hosts. Call it once, on the first rank of each host; the watch ends
+ * when that rank leaves.
  */
 fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config);
 

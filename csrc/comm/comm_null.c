@@ -2,11 +2,12 @@
  * appear to do exactly what it does.
  *
  * It exists to run schedules in one process, in tests and simulations. It records its calls in
- * order: "post" when an operation is posted, and "done" when its owner first sees that it is done.
- * Waits return at once. With `lazy`, an operation is done only after a wait, so the records and the
- * engine's trace show where the program needs its result. All peers appear to have the same values.
- * Gathers do not touch the parameter buffer. A sum over n ranks is n times this rank's
- * contribution, computed with the kernels of the configured device (which device_null makes empty).
+ * order: "post" when an operation is posted, and "done" when its owner first observes its
+ * completion. Waits return at once. With `lazy`, an operation is done only after a wait, so the
+ * records and the engine's trace show where the program needs its result. All peers appear to have
+ * the same values. Gathers do not touch the parameter buffer. A sum over n ranks is n times this
+ * rank's contribution, computed by the configured device's kernels (which do nothing on
+ * device_null).
  *
  * Parameter buffers and reduce buffers use the device's memory and are counted as in shm: only rank
  * 0 counts parameter buffers.

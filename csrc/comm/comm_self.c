@@ -4,9 +4,9 @@
  * as it begins. With one rank, a collective is a copy or a sum of one term. The sum still uses the
  * reduce kernel, because scaling and rounding must be the same at every world size.
  *
- * A post does all the work, except that a reduction on an asynchronous stream finishes later, on
- * the stream. Its result reaches the driving thread through work->state (released by the stream's
- * thread after all its writes, acquired by test) and work->status.
+ * A post does all the work itself, except for reductions on asynchronous streams, which finish
+ * later on their stream. The driving thread reads the result from work->status after it sees
+ * work->state, which the stream's thread releases after all its writes and test acquires.
  *
  * On a remote device, everything is enqueued on the main stream before any use of the result,
  * because a sum of one term has nothing to overlap with.

@@ -1,9 +1,9 @@
 /* A communicator for the ranks of one host, over shared memory.
  *
- * Ranks meet over Unix sockets. They share a life page (shm_world.c) and, in each group, a control
- * page (shm_control.h). A split creates a new control page for each part; the parts share one
- * world. No object has a name in a file system, and no socket keeps listening after all ranks have
- * met.
+ * Ranks meet over Unix sockets. The ranks share a life page (shm_world.c) and, in each group, a
+ * control page (shm_control.h). A split creates a new control page for each new group; all groups
+ * share one world. Objects have no names in a file system, and sockets stop listening after all
+ * ranks have connected.
  *
  * shm_internal.h lists the other files of this communicator.
  */

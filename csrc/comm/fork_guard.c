@@ -1,9 +1,9 @@
-/* Implements the table of guarded descriptors and the handler that empties it in a child.
+/* Implements the table of guarded descriptors and the fork handler that closes them in a child.
  *
- * The handler runs in the child before fork returns. The child has one thread, and threads that no
- * longer exist may hold locks, so the handler only loads, stores and closes. A slot holds the
- * descriptor plus one, or 0 if it is free. Children inherit any descriptors that do not fit in the
- * table.
+ * The handler runs in the child before fork returns. The child has one thread, and locks may be
+ * held by threads that no longer exist, so the handler only performs loads, stores and closes. A
+ * slot holds the descriptor plus one, or 0 if it is free. Children inherit any descriptors that do
+ * not fit in the table.
  */
 #include "comm/fork_guard.h"
 

@@ -1,8 +1,9 @@
-/* The watch is a thread that sleeps in poll.
+/* The watch is a thread that sleeps in poll().
  *
  * It checks its host's ranks every TICK, and immediately when a rank's process ends. It must be
- * quick, because a launcher that sees the same death ends the other ranks, including this one. The
- * peers would then learn only that this rank ended. For the same reason it logs the failure.
+ * quick, because a launcher that notices the same death terminates the other ranks, including this
+ * one. The peers would then learn only that this rank ended. For the same reason, it logs the
+ * failure.
  *
  * It sends each peer a heartbeat (a beat) every BEAT. All messages have the same size. It skips a
  * beat while an earlier message is unacknowledged, so that the socket's buffer never fills. If a
@@ -11,8 +12,9 @@
  * The kernel detects silence: TCP_USER_TIMEOUT ends a connection if sent data is not acknowledged
  * for that long, and the beats ensure that there is always data to acknowledge.
  *
- * A closed connection may be a consequence of another failure, after which that host's launcher
- * ended the rank. It therefore counts as a failure only if no other cause is known after GRACE.
+ * A connection may also close because that host's launcher terminated the rank after another
+ * failure. A closed connection therefore counts as a failure only if no other cause is known after
+ * GRACE.
  *
  * Only the first failure counts: the thread reports it to this host and to the peers, and treats
  * all later failures as consequences. The thread keeps running, because peers would treat a lost
@@ -94,7 +96,7 @@ static void send_one(peer *to, enum kind kind, fsdpc_status status, const char *
     snprintf(m.text, sizeof m.text, "%s", text);
     if (to->who.fd >= 0 && !(kind == BEAT && unacknowledged(to)))
         (void)!send(to->who.fd, &m, sizeof m, MSG_NOSIGNAL | MSG_DONTWAIT);
-    /* The receiver sees a failed send as a broken connection. */
+    /* To the receiver, a failed send looks like a broken connection. */
 }
 
 static void send_all(fsdpc_host_watch *self, const peer *but, enum kind kind, fsdpc_status status,

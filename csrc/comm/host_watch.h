@@ -6,10 +6,10 @@
  * failures and stopped ranks, and never carries training data. When it learns of a failure, it
  * informs its host's ranks (fsdpc_comm_tell), so that they stop wherever they are waiting.
  *
- * If a connection closes without a goodbye, the rank at the other end has died. If no sent data is
- * acknowledged for `silence_s`, the host is down or cut off. Acknowledgements come from the other
- * host's kernel, so a stopped process does not count as a dead host. A stopped process only causes
- * a warning; the run fails if the waiting rank's deadline passes.
+ * If a connection closes without a goodbye, the rank at the other end has died. If sent data is not
+ * acknowledged for `silence_s`, the host is down or unreachable. Acknowledgements come from the
+ * other host's kernel, so a stopped process does not count as a dead host. A stopped process only
+ * causes a warning; the run fails if the waiting rank's deadline passes.
  */
 #ifndef FSDPC_COMM_HOST_WATCH_H
 #define FSDPC_COMM_HOST_WATCH_H
@@ -35,7 +35,8 @@ typedef struct fsdpc_host_watch fsdpc_host_watch;
  * ownership of the peers' descriptors, even on failure. */
 fsdpc_status fsdpc_host_watch_start(fsdpc_comm *host, const fsdpc_host_watch_config *config,
                                     fsdpc_host_watch **out);
-/* Sends a goodbye, or the reason for this host's failure, and ends the watch, which may be NULL. */
+/* Sends a goodbye or the reason for this host's failure, and ends the watch. `watch` may be
+ * NULL. */
 void fsdpc_host_watch_stop(fsdpc_host_watch *watch);
 
 #endif

@@ -1,16 +1,17 @@
 /* Exchanges the messages of one operation between hosts.
  *
- * Each rank exchanges messages only with its peer, the same local rank, on the other hosts. Every
- * operation between hosts begins with a header in each direction, and headers are compared before
- * any received data is used. The host's communicator has already compared the operation among the
- * host's ranks, so each local rank represents its host.
+ * Each rank exchanges messages only with its peers, the ranks with the same local rank on other
+ * hosts. Every operation between hosts begins with a header in each direction, and headers are
+ * compared before any received data is used. The host's communicator has already compared the
+ * operation among the host's ranks, so each local rank represents its host.
  *
  * A tag combines the group, the operation's sequence number and the part, modulo the transport's
  * limit. Far fewer operations are in flight than there are distinct tags.
  *
- * Storage. A reduction's transit memory belongs to its buffer, and nothing else uses it. The amount
- * therefore depends on the buffers, not on the number of operations in flight. Spare operations are
- * reused in the order they were created, not the order in which they ended.
+ * Storage. The memory for a reduction's data in transit belongs to its buffer and is not used for
+ * anything else. The amount of memory therefore depends on the buffers, not on the number of
+ * operations in flight. Spare operations are reused in creation order, not in the order in which
+ * they ended.
  */
 #include "comm/hosts_internal.h"
 

@@ -6,7 +6,7 @@
  *     hosts_values.c   all-reduce, all-gather, broadcast and barrier of values
  *     hosts_cross.c    headers and data that one operation sends between hosts
  *
- * No file uses those listed above it.
+ * No file uses the files listed above it.
  */
 #ifndef FSDPC_COMM_HOSTS_INTERNAL_H
 #define FSDPC_COMM_HOSTS_INTERNAL_H
@@ -23,8 +23,8 @@ typedef struct fsdpc_hosts_world {
     fsdpc_transport *transport;
     fsdpc_hosts_comm *groups;
     uint32_t groups_made, fork_count;
-    /* Runs on this host's first rank, over the first group's host communicator; NULL if there is
-     * none. */
+    /* The watch on this host's first rank, over the first group's host communicator, or NULL if
+     * there is none. */
     fsdpc_host_watch *watch;
 } fsdpc_hosts_world;
 
@@ -127,13 +127,13 @@ static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
 
 /* ---- hosts_cross.c ---- */
 
-/* Returns the number of header messages that every operation begins with. */
+/* Returns the number of header messages at the start of every operation. */
 static inline int fsdpc_hosts_headers(const fsdpc_hosts_comm *self)
 {
     return 2 * (self->n_hosts - 1);
 }
 
-/* Posts all header messages, to and from every other host, at once. */
+/* Posts all header messages to and from the other hosts at once. */
 fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
 /* Sends (or receives) the message for one part (1 to FSDPC_HOSTS_PARTS - 1) to (or from) the same
  * local rank on another host. */
@@ -170,10 +170,11 @@ fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances this rank's operations in flight in all groups except those set apart. A failure is
  * reported in the group where it occurred. */
 void fsdpc_hosts_carry_on(void *world);
-/* Does the same, but only for this group if it is set apart; returns this group's result. */
+/* Does the same, or advances only this group if it is set apart, and returns this group's
+ * result. */
 fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self);
 
-/* Drops operations in flight after the communicator has failed. */
+/* Drops the operations in flight after the communicator has failed. */
 void fsdpc_hosts_drop(fsdpc_hosts_comm *self);
 
 /* ---- hosts_param_buffer.c ---- */

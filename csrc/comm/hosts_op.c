@@ -1,4 +1,4 @@
-/* Runs an operation across several hosts, from its post to its completion.
+/* Runs an operation across several hosts, from posting to completion.
  *
  * Every operation is posted in program order on the host's communicator, where the host's ranks
  * compare it; data moves between ranks with the same local rank.
@@ -14,15 +14,15 @@
  *     agree_only      headers cross, and nothing else
  *
  * If the transport supports runs, rows move directly from parameter buffer to parameter buffer.
- * That is safe as soon as the operation is posted. When a rank continues from an epoch, all reads
- * of the parameter buffer in earlier epochs have finished. It completes its gathers before it
- * arrives in the next epoch. Its own rows are therefore not written while the transport reads them.
- * Only the matching local rank writes the rows of a rank on another host, and no rank of this host
- * reads them before the local ranks have met.
+ * That is safe as soon as the operation is posted. By the time a rank continues from an epoch, all
+ * reads of the parameter buffer in earlier epochs have finished. A rank completes its gathers
+ * before it arrives in the next epoch. Its own rows are therefore not written while the transport
+ * reads them. Only the matching local rank writes the rows of a rank on another host, and no rank
+ * of this host reads them before the local ranks have synchronised.
  *
  * Sums. A host's ranks are consecutive. If a host has a power-of-two number of ranks, a pairwise
- * tree over the hosts' sums gives the same bits as one tree over all ranks. To preserve those bits,
- * sums travel in fp32 or fp64 and are scaled and rounded only once, at the end.
+ * tree over the hosts' sums is bit-identical to a single tree over all ranks. To keep results
+ * identical, sums are sent in fp32 or fp64 and are scaled and rounded only once, at the end.
  *
  * Order. All ranks of a communicator post in the same order. An operation's first phase is posted
  * together with the operation. Later phases wait for messages, which may arrive in any order.
@@ -68,8 +68,8 @@ static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int 
     return bytes;
 }
 
-/* Sends this rank's rows and receives its peers' rows in place, or through `here` and `there` if
- * the transport does not support runs. */
+/* Sends this rank's rows and receives its peers' rows in place, or through the staging buffers
+ * `here` and `there` if the transport does not support runs. */
 static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -167,8 +167,8 @@ static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int
     return numel;
 }
 
-/* Builds the host's own reduction: it reduces this local rank's slices on every host and stores the
- * sums consecutively in `here`. */
+/* Builds the reduction within this host: it sums the slices that this local rank owns on every host
+ * and stores the sums consecutively in `here`. */
 static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -212,7 +212,8 @@ fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fs
 }
 
 /* Allocates enough memory for any reduction of the buffer in this dtype, so that the size depends
- * only on the buffer. More is needed if whole parameters give one rank more than its share. */
+ * only on the buffer. More memory is needed if whole parameters give a rank more than an equal
+ * share. */
 static fsdpc_status take_staging(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -272,7 +273,7 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return FSDPC_OK;
 }
 
-/* This rank's part of a REDUCE_ALL's sums, which are divided evenly; the last parts may be short or
+/* This rank's part of a REDUCE_ALL's sums. Sums are divided evenly; the last parts may be short or
  * empty. */
 typedef struct lane_part {
     size_t first, numel;
@@ -338,8 +339,8 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return add_sums(self, op, sums, self->n_hosts);
 }
 
-/* Returns where a part's final sum is stored: in this host's own place, which receives no
- * message. */
+/* Returns where a part's final sum is stored: in the place reserved for this host, which receives
+ * no message. */
 static unsigned char *sum_of_part(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
     return op->there.data + (size_t)self->this_host * part_of(self, &op->work->op).bytes;
@@ -365,7 +366,7 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
                              &stream);
 }
 
-/* Shares the parts among a host's ranks, so that each rank has every sum over all hosts. */
+/* Gathers the parts from all ranks of the host, so that each rank has every sum over all hosts. */
 static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;

@@ -1,12 +1,13 @@
-/* Parameter buffers, epochs and buffers over several hosts.
+/* Parameter buffers, epochs and reduce buffers across several hosts.
  *
  * A host has one copy of the weights: its ranks share the parameter buffer, and gathers bring other
- * hosts' rows into it. Ranks therefore copy in, read and arrive as they do on a single host.
+ * hosts' rows into it. Ranks therefore copy in, read and arrive in epochs as on a single host.
  *
- * An epoch sends one message in each direction. When all ranks of the host have arrived, each local
- * rank sends the host's note to the same local rank on the other hosts, and receives theirs. A rank
- * that continues from an epoch therefore knows that every rank of the world has arrived. Publishing
- * is local to the host: rows leave the host in gathers, which are posted later.
+ * In each epoch, peers exchange one message in each direction. When all ranks of the host have
+ * arrived, each local rank sends the host's note to the same local rank on the other hosts, and
+ * receives theirs. A rank that continues from an epoch therefore knows that every rank of the world
+ * has arrived. The copy-in is local to the host: rows leave the host only in gathers, which are
+ * posted later.
  */
 #include "comm/hosts_internal.h"
 

@@ -1,4 +1,4 @@
-/* Collectives on values over several hosts: all-reduce, all-gather, broadcast and barrier.
+/* Collectives on values across several hosts: all-reduce, all-gather, broadcast and barrier.
  *
  * They work in rounds, so memory use stays small for any number of ranks. In each round of an
  * all-gather, a rank sends its elements to its peer on every host. The ranks of each host then

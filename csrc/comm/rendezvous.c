@@ -2,8 +2,8 @@
  *
  * Every rank listens under its own name and connects to all lower ranks. If a rank is not
  * listening yet, the connection fails, and the other retries after 1, 2, 4 ... 20 ms. Both sides
- * send a hello (magic, secret, rank, size, pid); the accepting side replies to the other side's
- * hello. Sequenced packets keep message boundaries.
+ * send a hello (magic, secret, rank, size, pid); the accepting side sends its own in reply.
+ * Sequenced packets keep message boundaries.
  *
  * An accepted socket remains a guest until its hello arrives, so that a silent stranger cannot
  * delay any rank. If there are too many guests, the oldest is dropped. A wrong uid is rejected
@@ -241,7 +241,7 @@ static fsdpc_status left_early(meeting *m, int rank)
 }
 
 /* Checks whether a rank has hung up after sending its hello. Any data that the rank has already
- * sent is left for later. */
+ * sent stays in the socket. */
 static fsdpc_status watch(meeting *m, int rank)
 {
     char byte;
@@ -360,8 +360,8 @@ static fsdpc_status hear_answer(meeting *m, int rank)
     return FSDPC_OK;
 }
 
-/* Fails if a rank ended before it connected, because it will never arrive. Ignores a file that is
- * not from a launcher. */
+/* Fails if a rank ended before it connected, because it will never arrive. Ignores a file that was
+ * not written by a launcher. */
 static fsdpc_status news_check(const meeting *m)
 {
     char text[256];

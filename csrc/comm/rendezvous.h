@@ -1,9 +1,9 @@
 /* Connects the ranks of one host, with one Unix socket per pair of ranks.
  *
  * Names are abstract (not in any file system) and consist of the uid, the run and the rank. Peers
- * must belong to this user and know the run's secret; others are rejected. All descriptors close on
- * exec and in forked children, and are non-blocking. The sockets also pass memory descriptors when
- * groups, parameter buffers and reduce buffers are created.
+ * must belong to this user and know the run's secret; others are rejected. All descriptors are
+ * non-blocking, and are closed on exec and in forked children. The sockets also pass memory
+ * descriptors when groups, parameter buffers and reduce buffers are created.
  */
 #ifndef FSDPC_COMM_RENDEZVOUS_H
 #define FSDPC_COMM_RENDEZVOUS_H
@@ -16,7 +16,7 @@
  * will never arrive. */
 #define FSDPC_RENDEZVOUS_NEWS "fsdpc news 1\n"
 
-/* Creates a listening socket for one rank of the run `address`, for a launcher to pass to that
+/* Creates a listening socket for one rank of the run `address`; the launcher passes it to that
  * rank. */
 fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out);
 
@@ -25,8 +25,8 @@ fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out)
 fsdpc_status fsdpc_rendezvous_meet(const fsdpc_comm_config *config, int *sockets_out,
                                    int32_t *pids_out);
 
-/* Sends one message, with a descriptor unless it is -1. Returns FSDPC_IN_PROGRESS if it would
- * block. */
+/* Sends one message, with a descriptor unless `passed_fd` is -1. Returns FSDPC_IN_PROGRESS if the
+ * call would block. */
 fsdpc_status fsdpc_socket_send(int fd, const void *message, size_t bytes, int passed_fd);
 /* Receives one message of exactly `bytes` bytes; *passed_out is -1 if it carries no descriptor.
  * Returns FSDPC_IN_PROGRESS if no message has arrived, or FSDPC_ERR_PEER if the other side is gone

@@ -1,4 +1,4 @@
-/* The shm communicator's reduce buffers: functions for its table. */
+/* Functions of the shm communicator's table that manage reduce buffers. */
 #ifndef FSDPC_COMM_SHM_BUFFER_H
 #define FSDPC_COMM_SHM_BUFFER_H
 

@@ -1,11 +1,11 @@
 /* Collectives over shared memory.
  *
- * There are three methods. None of them allocates memory, and none enters the kernel unless a rank
+ * There are three methods. No method allocates memory, and none makes a system call unless a rank
  * sleeps.
  *
  * GATHER copies nothing: the slices have been in the parameter buffer since the epoch's copy-in. It
  * is complete as soon as it is posted, and compares fingerprints with the peers that have already
- * posted it. A late gather is complete when all ranks have posted it.
+ * posted it. A gather with `after_copy_in` set is complete when all ranks have posted it.
  *
  * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers in place. A post means that the rank's
  * buffer has been filled. When all ranks have posted, this rank sums its slices and marks them as
@@ -14,12 +14,12 @@
  * The other collectives work chunk by chunk: copy the chunk into this rank's stage, increment
  * `step`, wait until all ranks have reached it, and read all stages. Each rank alternates between
  * two stages, so one wait per chunk is enough. Step K + 2 overwrites the data that peers read in
- * step K. It begins after all ranks have staged step K + 1, which each does only after reading step
- * K.
+ * step K. Step K + 2 begins after all ranks have staged step K + 1, and each rank stages that only
+ * after reading step K.
  *
  * Operations on an asynchronous stream run and block on the stream's thread. Inline operations are
- * state machines that any poll on the driving thread advances, so two ranks waiting for different
- * operations still do their part of each other's.
+ * state machines that any poll on the driving thread advances, so ranks waiting for different
+ * operations still contribute to each other's.
  */
 #include "comm/shm_coll.h"
 
@@ -77,9 +77,9 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-/* Checks whether all ranks have posted this operation and agree on it. It compares the ranks that
- * have posted even while others are missing, because the missing ones may be waiting for a
- * mismatched operation. */
+/* Checks whether all ranks have posted this operation and agree on it. Compares the ranks that have
+ * posted even while others are missing, because the missing ranks may be waiting for a mismatched
+ * operation. */
 static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_awaited *awaited)
 {
     bool all = true;
@@ -127,7 +127,7 @@ static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
     FSDPC_TRY(agreed(self, work->sequence, awaited));
     FSDPC_TRY(fsdpc_coll_reduce_slices(&work->op, self->base.rank, self->base.size, buffer->datas,
                                        stream));
-    /* This is a count, because the operations that read one filling of the buffer may complete in
+    /* This is a count because operations that read the same contents of the buffer may complete in
      * any order. release: our reads of the peers' buffers come before; acquire in buffer_idle. */
     atomic_fetch_add_explicit(&buffer->mine->read, 1, memory_order_release);
     fsdpc_shm_wake(self->bell);
@@ -264,7 +264,7 @@ static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
         fsdpc_shm_tell(self, status); /* a kernel failed: the driving thread finds the reason
                                        * there */
     work->status = status;
-    /* release: comes after status and results; acquire in test. From here on the caller owns
+    /* release: comes after status and results; acquire in test. From here on, the caller owns
      * `work`. */
     atomic_store_explicit(&work->state, 0, memory_order_release);
     fsdpc_shm_wake(self->bell);
@@ -279,8 +279,8 @@ static bool on_thread(const fsdpc_coll *op)
            op->kind != FSDPC_COLL_GATHER && !op->agree_only;
 }
 
-/* Handles a failure of `work`, and therefore of the communicator: no operation is in flight any
- * longer. */
+/* Handles a failure of `work`, and therefore of the communicator; no operation remains in
+ * flight. */
 static fsdpc_status failed(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_comm_poison(&self->base, status);
@@ -312,8 +312,8 @@ static fsdpc_status carry_on_group(fsdpc_shm_comm *self)
     return FSDPC_OK;
 }
 
-/* Advances all groups of this rank, because a peer in another group may be waiting for our part
- * there while we wait here. Failures there are reported there. */
+/* Advances all groups of this rank, because a peer in another group may be waiting for this rank
+ * while it waits here. Failures there are reported there. */
 static fsdpc_status carry_on(fsdpc_shm_comm *self)
 {
     fsdpc_shm_comm *group = self->base.apart ? NULL : self->world->groups;

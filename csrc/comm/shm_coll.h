@@ -6,8 +6,8 @@
 
 fsdpc_status fsdpc_shm_post(fsdpc_work *work);
 fsdpc_status fsdpc_shm_test(fsdpc_work *work);
-/* Advances every inline operation in flight in any of this rank's groups, because peers may be
- * waiting for them, and then checks health. */
+/* Advances the inline operations in flight in all of this rank's groups, because peers may be
+ * waiting for them, and then checks for failures. */
 fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self);
 
 #endif

@@ -69,7 +69,8 @@ static inline void fsdpc_shm_wake(fsdpc_shm_control *control)
         fsdpc_shm_ring_bell(control);
 }
 
-/* The three steps of a sleeper; `seen` carries the bell between them. */
+/* A sleeping rank's state: whether it is counted in `sleepers`, and `seen`, the last value of the
+ * bell that it read. */
 typedef struct fsdpc_shm_nap {
     bool counted;
     uint32_t seen;

@@ -16,7 +16,7 @@
 #include "comm/shm_control.h"
 #include "comm/shm_world.h"
 
-/* One rank's words in a parameter buffer, stored after the data. */
+/* One rank's control words in a parameter buffer, stored after the data. */
 typedef struct fsdpc_shm_param_buffer_words {
     _Atomic uint64_t arrived, copied_in; /* epochs */
     struct {
@@ -33,8 +33,8 @@ typedef struct fsdpc_shm_param_buffer {
     struct fsdpc_shm_param_buffer *next;
 } fsdpc_shm_param_buffer;
 
-/* The words that a rank writes after its buffer's data: the number of reductions with this buffer's
- * id whose inputs it has read. */
+/* Stored after a buffer's data: the number of reductions with the buffer's id whose inputs the
+ * owner has read. */
 typedef struct fsdpc_shm_buffer_words {
     _Atomic uint64_t read;
 } fsdpc_shm_buffer_words;
@@ -83,8 +83,8 @@ typedef struct fsdpc_shm_comm {
     fsdpc_work *pending; /* inline operations in flight, linked by `impl`, in posting order */
     fsdpc_shm_param_buffer *param_buffers;
 
-    /* Staged collectives run one at a time, in posting order; `turn` is the current one. Everything
-     * below it belongs to the thread that has the turn: the driving thread or a stream's thread. */
+    /* Staged collectives run one at a time, in posting order; `turn` is the current one. The fields
+     * below it belong to the thread that has the turn: the driving thread or a stream's thread. */
     uint64_t turns_given;
     _Atomic uint64_t turn;
     uint64_t step;
@@ -96,7 +96,7 @@ typedef struct fsdpc_shm_comm {
     int64_t checked_ns;
 } fsdpc_shm_comm;
 
-/* Returns the number that messages use for a rank. */
+/* Returns the rank number to use in messages. */
 static inline int fsdpc_shm_name(const fsdpc_shm_comm *self, int rank)
 {
     return self->world->first_rank + self->members[rank];

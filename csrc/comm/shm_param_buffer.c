@@ -1,17 +1,17 @@
 /* Parameter buffers and epochs.
  *
- * The group has one memfd or file: the data, followed by a cache line of words for each rank. Every
- * rank maps it twice, read-only for the modules and writable for its own slices and words. Threads
- * share one mapping.
+ * The group has one memfd or file, which contains the data, followed by a cache line of control
+ * words for each rank. Every rank maps it twice, read-only for the modules and writable for its own
+ * slices and words. Threads share one mapping.
  *
- * The epoch protocol (docs/design/communication.md; model-checked over every interleaving of 2-3
- * ranks): a rank writes its note into the half selected by the epoch's parity and raises `arrived`.
+ * In the epoch protocol (docs/design/communication.md; model-checked over every interleaving of 2-3
+ * ranks), a rank writes its note into the half selected by the epoch's parity and raises `arrived`.
  * When all ranks have arrived, they see the same notes and make the same decision. A note is
  * overwritten two epochs later. Its writer gets that far only after all ranks have arrived in the
- * epoch between, and have therefore read the note. The exception is a rank that abandoned an epoch
- * (because of an exception in user code) and continued without its peers. A rank still waiting in
- * the old epoch sees that the other is two epochs ahead, or ahead without having copied in, and
- * reports it.
+ * intervening epoch, and have therefore read the note. The exception is a rank that abandoned an
+ * epoch (because of an exception in user code) and continued without its peers. A rank still
+ * waiting in the old epoch sees that the other is two epochs ahead, or ahead without having copied
+ * in, and reports it.
  */
 #include "comm/shm_param_buffer.h"
 
@@ -188,8 +188,8 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
 }
 
 /* Detects a rank that has not arrived here but has begun an epoch of another parameter buffer that
- * we have not begun: each would wait for the other. (Checks again that it has not arrived here
- * first.) */
+ * we have not begun. The two ranks would wait for each other. (Checks again that it has not arrived
+ * here first.) */
 static fsdpc_status crossed_check(const fsdpc_shm_param_buffer *param_buffer, int rank,
                                   uint64_t epoch)
 {

@@ -1,4 +1,4 @@
-/* The shm communicator's parameter buffers and epochs: functions for its table. */
+/* Functions of the shm communicator's table that manage parameter buffers and epochs. */
 #ifndef FSDPC_COMM_SHM_PARAM_BUFFER_H
 #define FSDPC_COMM_SHM_PARAM_BUFFER_H
 

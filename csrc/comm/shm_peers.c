@@ -1,12 +1,12 @@
-/* Failures and joint creation: how the shm files interact with the peers.
+/* Handles failures and the collective creation of objects for the shm files.
  *
  * A failure is reported in the control page's poison message; the first failure wins. Peers find it
- * at their next call or poll. To detect deaths, waits check the life page now and then (about 20 ns
- * per peer).
+ * at their next call or poll. To detect deaths, waits periodically check the life page, which takes
+ * about 20 ns per peer.
  *
- * Creating an object collectively takes three steps: a barrier, passing the memory, and an
- * agreement that all ranks succeeded. The barrier's fingerprint includes the object and its size,
- * so a disagreement is detected at once. If one rank fails, every rank gets its error and the
+ * Creating an object collectively takes three steps: a barrier, passing the memory, and agreeing
+ * that all ranks succeeded. The barrier's fingerprint includes the object and its size, so a
+ * disagreement is detected at once. If one rank fails, every rank gets its error and the
  * communicator stays usable.
  */
 #include "comm/shm_peers.h"
@@ -194,10 +194,10 @@ static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
     return FSDPC_OK;
 }
 
-/* The death of any rank in the world counts, even of a non-member: the run cannot continue, and a
- * member that detected it elsewhere may never get here. A departure counts only in the group that
- * the rank left. If a communicator above this one is waiting for other hosts, however, a rank that
- * has done its part may leave. */
+/* The death of any rank in the world counts, even a non-member's: the run cannot continue, and a
+ * member that detected the death elsewhere may never get here. A departure counts only in the group
+ * that the rank left. If a communicator above this one is waiting for other hosts, however, a rank
+ * that has done its part may leave. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
     for (int p = 0; p < self->base.size; p++)

@@ -1,9 +1,9 @@
-/* Fingerprints: they show whether all ranks have posted the same operation.
+/* Implements fingerprints, which show whether all ranks have posted the same operation.
  *
  * A rank that posts operation s writes entry s % RING of its slot and then raises `posted` to s +
- * 1. A peer that has also posted operation s compares one word: `chain` hashes the entry and all
- * before it, so equal chains mean equal histories. If the chains differ, the error message names
- * the first differing entry that is still in the ring.
+ * 1. A peer that has also posted operation s compares a single word: `chain` hashes the entry and
+ * all entries before it, so equal chains mean equal histories. If the chains differ, the error
+ * message names the first differing entry that is still in the ring.
  *
  * An entry may be overwritten while a slow peer reads it (gathers let a rank run ahead). The
  * reader therefore checks `posted` again afterwards: entry s is overwritten only once posted has

@@ -1,4 +1,4 @@
-/* Fingerprints of posted operations, in the slots of the control page: they show whether all ranks
+/* Fingerprints of posted operations, kept in the control page's slots to show whether all ranks
  * have posted the same operations. */
 #ifndef FSDPC_COMM_SHM_RING_H
 #define FSDPC_COMM_SHM_RING_H

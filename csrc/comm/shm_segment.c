@@ -1,12 +1,12 @@
 /* Sealed memfds, and unnamed files.
  *
- * A memfd has no name in any file system: it disappears with its last descriptor and mapping, no
- * matter how its users end. Seals forbid resizing, so that no peer can cause a SIGBUS in another's
- * mapping.
+ * A memfd has no name in any file system, and disappears with its last descriptor and mapping, no
+ * matter how the processes end. Seals forbid resizing, so that no peer can cause a SIGBUS in
+ * another's mapping.
  *
- * Reserving first checks the free memory: an fallocate of more than the machine has would trigger
- * the out-of-memory killer before it fails. The check is an estimate (other processes allocate
- * too); fallocate's own error covers what it misses.
+ * Reserving memory first checks how much is free, because an fallocate of more than the machine has
+ * would trigger the out-of-memory killer before it fails. The check is an estimate (other processes
+ * allocate too); fallocate's own error covers what it misses.
  */
 #include "comm/shm_segment.h"
 

@@ -3,8 +3,8 @@
  *
  * create -> (pass the descriptor to peers, who adopt it) -> map -> close_fd -> release. Memory is
  * reserved before it is mapped, so that a shortage is an error here, not a SIGBUS later. The size
- * and seals of an adopted descriptor are checked for the same reason. Mappings are populated at
- * once, except those of files, and are left out of core dumps.
+ * and seals of an adopted descriptor are checked for the same reason. Mappings are excluded from
+ * core dumps and, except for those of files, are populated immediately.
  *
  * Segments have reference counts. Any thread may call retain and release; other calls must come
  * from one thread at a time.
@@ -28,8 +28,8 @@ typedef struct fsdpc_shm_segment {
 /* `shared`: creates an unmapped memfd named `name`; otherwise mapped plain memory. Zeroed. */
 fsdpc_status fsdpc_shm_segment_create(const char *name, size_t bytes, bool shared,
                                       fsdpc_shm_segment **out);
-/* Takes ownership of `fd`, even on failure. It comes from a peer or from a file created here.
- * `bytes` as passed to create. */
+/* Takes ownership of `fd`, even on failure. The descriptor comes from a peer or from a file created
+ * here. `bytes` as passed to create. */
 fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **out);
 fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable);
 void fsdpc_shm_segment_close_fd(fsdpc_shm_segment *segment); /* mappings stay */

@@ -1,15 +1,15 @@
 /* Tracks which ranks are alive, and passes memory between them.
  *
- * From its creation on, each rank holds a robust mutex in the life page. The kernel marks the mutex
- * when its holder dies, before it releases the process's memory. Releasing the memory takes 62 ms
- * per gigabyte, and only then would a pidfd or a socket report the death. trylock on a live peer's
- * mutex fails in user space, so checking is nearly free.
+ * Each rank holds a robust mutex in the life page from the moment the mutex is created. The kernel
+ * marks the mutex when its holder dies, before it releases the process's memory. Releasing the
+ * memory takes 62 ms per gigabyte, and only then would a pidfd or a socket report the death.
+ * trylock on a live peer's mutex fails in user space, so checking is nearly free.
  *
  * However, a robust mutex belongs to a thread, and the thread that created a communicator (a
- * notebook's worker, for example) may end before its process. If trylock succeeds, only the thread
- * is known to have ended. The process is then checked through its pidfd and the exiting flag in
- * /proc/<pid>/stat, which is set before the mutex is marked. If the process is alive, the peer is
- * an orphan and is always checked this way from then on.
+ * notebook's worker, for example) may end before its process. A successful trylock therefore shows
+ * only that the thread has ended. The process is then checked through its pidfd and the exiting
+ * flag in /proc/<pid>/stat, which is set before the mutex is marked. If the process is alive, the
+ * peer is an orphan and is always checked this way from then on.
  *
  * Only the thread that locked the mutex can unlock it. If another thread releases the world, its
  * life page stays mapped. glibc keeps the mutex in a list of the locking thread, and unmapping it
@@ -322,9 +322,9 @@ static bool process_exiting(const fsdpc_shm_world *world, int rank)
     return state == 'Z' || state == 'X';
 }
 
-/* Returns the waitpid status of a dead rank, or 0 if it is unknown. The last field of its stat
- * contains it from before its mutex is marked until its parent waits for it; from then on, its
- * pidfd does (Linux 6.15). */
+/* Returns the waitpid status of a dead rank, or 0 if it is unknown. The last field of
+ * /proc/PID/stat contains the status from before the mutex is marked until the parent reaps the
+ * process; after that, the pidfd provides it (Linux 6.15). */
 static int wait_status(const fsdpc_shm_world *world, int rank)
 {
     enum { EXIT = 8 };

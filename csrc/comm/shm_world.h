@@ -1,5 +1,5 @@
 /* A rank's view of the ranks on its host: it identifies them, detects whether they are alive, and
- * passes memory to them. A communicator and all those split from it share one world.
+ * passes memory to them. A communicator and all communicators split from it share one world.
  *
  * Ranks here are world ranks. There are two kinds of ranks: processes connected by sockets, and
  * threads of one process (for sanitizers) connected by mailboxes.
@@ -50,13 +50,13 @@ typedef struct fsdpc_shm_world {
     struct fsdpc_shm_comm *groups; /* this rank's groups; for the driving thread */
 } fsdpc_shm_world;
 
-/* Collective: the ranks meet and share the life page. */
+/* Collective: connects the ranks and shares the life page among them. */
 fsdpc_status fsdpc_shm_world_create(const fsdpc_comm_config *config, fsdpc_shm_world **out);
 fsdpc_status fsdpc_shm_world_create_threads(int size, fsdpc_shm_world **outs);
 fsdpc_shm_world *fsdpc_shm_world_retain(fsdpc_shm_world *world);
 void fsdpc_shm_world_release(fsdpc_shm_world *world);
 
-/* Ends this rank's participation: the end of its process no longer counts as a death. */
+/* Ends this rank's participation; after that, the end of its process does not count as a death. */
 void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
 bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* e.g. by a signal or a
@@ -66,7 +66,7 @@ bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* e.g. by
 void fsdpc_shm_world_ending(const fsdpc_shm_world *world, int rank, char *out, size_t bytes);
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);
-/* Sets the call that this rank is sleeping in, or "" when it wakes. */
+/* Sets the name of the call in which this rank is sleeping, or "" when it wakes. */
 void fsdpc_shm_world_waits(fsdpc_shm_world *world, const char *what);
 /* "in forward of 'layers.3'", "in user code, waiting in barrier of 'end'", or "" */
 void fsdpc_shm_world_where(const fsdpc_shm_world *world, int rank, char *text, size_t bytes);
@@ -80,9 +80,9 @@ typedef struct fsdpc_shm_early {
 void fsdpc_shm_early_init(fsdpc_shm_early *early, fsdpc_shm_world *world,
                           const fsdpc_comm_config *config);
 
-/* Sends a segment to the ranks in `to`, or the error `status` if there is none. Takers specify the
- * giver and the same tag; `given` waits until all have taken the segment. `comm` does the
- * waiting. */
+/* Sends a segment to the ranks in `to`, or the error `status` if there is none. Takers
+ * specify the giver and the same tag; `given` waits until all have taken the segment. `comm` does
+ * the waiting. */
 fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, const int *to, int n_to,
                                   uint64_t tag, fsdpc_shm_segment *segment, fsdpc_status status);
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to);
@@ -90,8 +90,8 @@ fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,
                                   size_t bytes, fsdpc_shm_segment **out);
 
-/* Stores and loads text in atomic words that may be read while they are written: 8 characters per
- * word, zero-terminated. */
+/* Stores and loads text in atomic words that may be read while they are being written: 8 characters
+ * per word, zero-terminated. */
 void fsdpc_shm_text_store(_Atomic uint64_t *words, size_t n_words, const char *text);
 void fsdpc_shm_text_load(const _Atomic uint64_t *words, size_t n_words, char *text, size_t bytes);
 

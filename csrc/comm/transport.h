@@ -17,9 +17,9 @@
  * runs.
  *
  * Operations. fsdpc_transport_op is the caller's storage, zeroed before its first use; a post's
- * allocations do not grow with its bytes. The storage and the memory belong to the transport until
- * test reports that the operation is done. When a send is done, its memory may be written again,
- * but the peer may not have received it yet.
+ * allocations do not grow with its bytes. An operation's storage and memory belong to the transport
+ * until test reports that the operation is done. When a send is done, its memory may be written
+ * again, but the peer may not have received the message yet.
  *
  * Threads. Any thread may post, and each thread tests its own posts, because groups that are set
  * apart have their own thread. A transport may have its own thread, which calls `wake` when an
@@ -77,11 +77,11 @@ typedef struct fsdpc_transport_ops {
     void (*progress)(fsdpc_transport *transport); /* NULL: it has its own thread */
     void (*abort)(fsdpc_transport *transport,
                   const char *reason); /* informs the peers, if it can */
-    /* Ends this rank's sending. Earlier messages still arrive, and receives for which no message
-     * can come fail. If it is NULL, peers wait until their deadline. */
+    /* Ends this rank's sending. Earlier messages still arrive, and a receive fails if no message
+     * can arrive for it. If `leave` is NULL, peers wait until their deadline. */
     void (*leave)(fsdpc_transport *transport);
     /* Sets the function that is called, on any thread, when an operation is done; NULL removes it.
-     * After the call returns, the previous function is no longer called. This is NULL for
+     * After the call returns, the previous function is no longer called. The entry is NULL for
      * transports without a thread. */
     void (*set_wake)(fsdpc_transport *transport, void (*wake)(void *arg), void *arg);
     /* Describes the transport's library and its path to the peers, in one line. */
@@ -100,9 +100,9 @@ struct fsdpc_transport {
     fsdpc_log log;       /* the same */
     _Atomic bool failed; /* release after writing poison; acquire before reading it */
     char poison[256];    /* the reason; written once */
-    /* Each rank's last position, for ranks that are still waiting for it after it has left. A rank
-     * writes its own entry before it leaves; the array is NULL if the transport does not transmit
-     * it. */
+    /* Each rank's last position, which ranks that still wait for it can report after it has left. A
+     * rank writes its own entry before it leaves; the array is NULL if the transport does not
+     * transmit positions. */
     char (*farewells)[FSDPC_TRANSPORT_FAREWELL];
 };
 
@@ -113,7 +113,8 @@ fsdpc_status fsdpc_transport_send(fsdpc_transport *transport, int peer, uint32_t
                                   const void *data, size_t bytes, fsdpc_transport_op *op);
 fsdpc_status fsdpc_transport_receive(fsdpc_transport *transport, int peer, uint32_t tag, void *data,
                                      size_t bytes, fsdpc_transport_op *op);
-/* Posts a send or receive of memory in runs; a transport without support for runs accepts only one.
+/* Posts a send or receive of memory that consists of runs; a transport without support for runs
+ * accepts only one run.
  */
 fsdpc_status fsdpc_transport_post_runs(fsdpc_transport *transport, bool sends, int peer,
                                        uint32_t tag, const fsdpc_transport_run *runs, size_t n_runs,

@@ -1,6 +1,6 @@
 /* Every operation is done as soon as it is posted. A receive's memory is zeroed, and the receive is
- * added to a list. A send with the same peer, tag and size fills it if the send is posted before
- * the receive is tested. Peers therefore agree on every header, and sums are those of ranks with
+ * added to a list. A send with the same peer, tag and size fills the receive if it is posted before
+ * the receive is tested. Peers therefore agree on every header, and sums are as if all ranks had
  * identical contents.
  */
 #include "comm/transport_null.h"

@@ -1,16 +1,17 @@
 /* Lists of operations under one lock: sends to be carried, waiting receives, and early messages.
  *
  * Copies. A message is copied once on each side. The sender's side copies it from the send's memory
- * to the carrier's, which completes the send. The receiver's side copies it from a carrier's memory
- * to the receive's. Small sends are copied, and therefore done, when they are posted. If a large
- * message arrives before its receive is posted, it keeps its buffer and the carrier allocates
+ * to the carrier's, and this completes the send. The receiver's side copies it from a carrier's
+ * memory to the receive's. Small sends are copied, and therefore done, when they are posted. If a
+ * large message arrives before its receive is posted, it keeps its buffer and the carrier allocates
  * another. Copies happen under the lock, since memory is much faster than a network. This also
  * prevents any thread from accessing an operation's memory after an abort.
  *
  * Closing keeps the outbox; an abort keeps sends that are done, since peers rely on them, and drops
  * the others. Carriers take the remaining messages and are then told that there are no more. After
  * those messages, an abort sends its reason to every peer that this rank has exchanged messages
- * with. A peer that is waiting for a dropped message therefore learns why it will not come.
+ * with. A peer that is waiting for a dropped message therefore learns why the message will not
+ * arrive.
  *
  * The end. A rank sends a last message to each peer that it has exchanged messages with. This
  * message reports that the rank has left or why it aborted, or it acknowledges the peer's last
@@ -25,7 +26,7 @@
 #include <string.h>
 #include <time.h>
 
-/* KEPT in `request` marks an operation that the relay owns: a done send or an early message.
+/* KEPT in `request` marks an operation that the relay owns: a completed send or an early message.
  * Freeing the operation also frees its memory. */
 enum { SMALL = 4096, KEPT = 1 };
 
@@ -112,8 +113,7 @@ void fsdpc_message_free(fsdpc_message *message)
     message->capacity = 0;
 }
 
-/* Copies between an operation's memory and a carrier's: to the carrier for a send, otherwise from
- * it. */
+/* Copies an operation's data to the carrier's memory for a send, or from it for a receive. */
 static void copy(const fsdpc_transport_op *op, unsigned char *room)
 {
     const fsdpc_transport_run whole = {op->data, op->bytes}, *runs = op->runs ? op->runs : &whole;
@@ -123,8 +123,8 @@ static void copy(const fsdpc_transport_op *op, unsigned char *room)
     }
 }
 
-/* Creates an operation that the relay owns and that takes over a carrier's memory. Returns NULL if
- * memory runs out. */
+/* Creates an operation that the relay owns and that takes ownership of a carrier's memory. Returns
+ * NULL if memory runs out. */
 static fsdpc_transport_op *keep(const fsdpc_message *message)
 {
     fsdpc_transport_op *op = calloc(1, sizeof *op);
@@ -389,8 +389,8 @@ static void hear_reason(relay *self, const fsdpc_message *message)
 }
 
 /* Handles a peer's last message; returns whether any peer's last message is still missing. It holds
- * the lock throughout, so that a receive posted meanwhile fails with the reason, not because the
- * peer is gone. */
+ * the lock throughout, so that a receive posted meanwhile fails with the peer's reason, not with
+ * the error that the peer is gone. */
 static bool hear_last(relay *self, const fsdpc_message *message)
 {
     pthread_mutex_lock(&self->lock);
@@ -413,8 +413,8 @@ static bool hear_last(relay *self, const fsdpc_message *message)
     return others;
 }
 
-/* Keeps a message that has no receive yet: it copies a small one, and takes over the memory of a
- * large one. */
+/* Keeps a message that has no receive yet: copies a small one, and takes ownership of a large one's
+ * memory. */
 static fsdpc_transport_op *keep_early(fsdpc_message *message)
 {
     fsdpc_transport_op small = {.sends = true, .peer = message->peer, .tag = message->tag}, *early;

@@ -1,9 +1,9 @@
-/* A transport whose messages the user's threads carry, for example over a torch process group
- * (python/fsdpc/torch/_transport.py).
+/* A transport whose messages are carried by the user's threads, for example over a torch process
+ * group (python/fsdpc/torch/_transport.py).
  *
  * Sends wait in the outbox until a carrier takes them. A message that a carrier delivers goes to
  * its waiting receive, or is kept until a receive is posted. Carriers keep copies in their own
- * memory, so they never use the engine's memory while a network is slow or after an abort.
+ * memory, so they never use the engine's memory, even when the network is slow or after an abort.
  *
  * There may be any number of carrier threads. They must carry each peer's messages in order.
  */
@@ -22,8 +22,8 @@ typedef struct fsdpc_message {
 } fsdpc_message;
 
 fsdpc_status fsdpc_transport_relay_create(int rank, int size, fsdpc_transport **out);
-/* Retains the transport for a carrier, which may outlive the transport's user. Each call requires
- * one more destroy. */
+/* Retains the transport for a carrier, which may outlive the transport's user. Each retain must be
+ * matched by an additional destroy. */
 void fsdpc_transport_relay_retain(fsdpc_transport *transport);
 
 /* Ensures capacity for `bytes` bytes and discards the contents. */

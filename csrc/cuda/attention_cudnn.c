@@ -1,18 +1,18 @@
 /* cuDNN attention: plans, cached by shape, and their workspace.
  *
- * Building a plan is slow, so each is built at the first attention of its shape. It is kept until
- * the device is destroyed, because running kernels and graphs use it. Unsupported shapes are
- * remembered too, and our own kernel computes them. Some shapes never reach cuDNN: 32- and 64-bit
- * dtypes, rows that are not 16-byte aligned, heads of more than DIM elements, and scales that
- * reverse the order of scores. Nor do shapes in which some queries see no keys: cuDNN rejects them,
- * and our kernel stores an lse of minus infinity.
+ * Building a plan is slow, so each plan is built at the first attention call with its shape. Plans
+ * are kept until the device is destroyed, because running kernels and graphs use them. Unsupported
+ * shapes are also remembered; our own kernel handles them. Some calls never reach cuDNN: those with
+ * 32- or 64-bit dtypes, rows that are not 16-byte aligned, heads of more than DIM elements, or
+ * scales that are not positive. The same holds for shapes in which some queries see no keys: cuDNN
+ * rejects them, whereas our kernel stores an lse of minus infinity.
  *
  * Workspace comes from the pool; it is acquired for each call and freed as soon as the kernels are
  * enqueued. On Hopper, the deterministic backward needs a workspace that grows with Tq x Tk. With
  * CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0 in the environment, the backward pass is slower but its
  * workspace grows only with Tq (cuDNN 9.25 or newer). Plans whose workspace exceeds both
- * WORKSPACE_BYTES and a few times the queries' size are not used. The any-order backward needs four
- * times the queries' size, for a wide dq and the dk and dv of every query head.
+ * WORKSPACE_BYTES and a few times the queries' size are not used. The any-order backward pass needs
+ * four times the queries' size, for a wide dq and for each query head's dk and dv.
  */
 #include "cuda/attention_cudnn.h"
 

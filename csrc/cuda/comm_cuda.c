@@ -1,4 +1,5 @@
-/* Connects ranks on GPUs: they exchange their GPUs' addresses over the control, then start NCCL.
+/* Connects ranks on GPUs: they exchange their GPUs' addresses over the control, and then start
+ * NCCL.
  *
  * NCCL 2.30 and newer lets ranks share a GPU if an environment variable is set before its first
  * init. This file sets that variable if ranks share a GPU. With an older NCCL, every rank fails,
@@ -44,8 +45,8 @@ static fsdpc_status addresses_tell(const fsdpc_control_config *config, gpu_addre
     return status;
 }
 
-/* Returns the lowest rank that shares its GPU with a lower rank on its host (*peer_out), or 0 if
- * every rank has its own GPU.
+/* Returns the lowest rank that shares a GPU with a lower rank on its host, and stores the lower
+ * rank in *peer_out. Returns 0 if every rank has its own GPU.
  */
 static int sharer(const gpu_address *all, const fsdpc_comm *control, int *peer_out)
 {

@@ -1,14 +1,14 @@
-/* The NCCL communicator's lifetime, and the tasks that it delegates to its control.
+/* Manages the NCCL communicator's lifetime and the tasks that it delegates to its control.
  *
  * Each buffer is in one GPU's memory: NCCL moves slices between the ranks' buffers, so no rank
- * reads another's. With several ranks, parameter buffers have no memory; gathers write to the
- * caller's memory. A parameter buffer uses the epochs of an empty parameter buffer in the control,
- * which needs only a few words of shared memory. A buffer is idle as soon as its own operations are
- * done.
+ * reads another rank's buffer. With several ranks, parameter buffers have no memory; gathers write
+ * to the caller's memory. A parameter buffer uses the epochs of an empty parameter buffer in the
+ * control; this takes only a few words of shared memory. A buffer is idle as soon as its own
+ * operations are done.
  *
- * Failure. A failing rank first closes the controls, which tells the peers the reason. It then
+ * Failure. A failing rank first closes the controls, so that the peers learn the reason. It then
  * aborts all its channels at once; otherwise, kernels waiting for a peer would block their streams
- * for ever. A peer that is waiting for its GPU uses the control's waits to look for the reason and
+ * for ever. While a peer waits for its GPU, it uses the control's waits to check for a reason and
  * for dead ranks. If it finds either, it aborts too. All groups of a rank end together.
  *
  * A kernel that waits for a dead peer never ends, and a host that only waits for the GPU would
@@ -225,8 +225,8 @@ static void nccl_buffer_destroy(fsdpc_buffer *buffer)
     free(buffer);
 }
 
-/* Peers never read the buffer, so it is idle once its work is done, or ordered if the next writer
- * follows that order. */
+/* Peers never read the buffer, so it is idle once its work is done. Ordered work is enough if the
+ * next writer follows the same order. */
 static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 {
     const fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
@@ -264,9 +264,9 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
     return false;
 }
 
-/* Returns whether a wait may continue even though a peer is gone. It may if it does not need the
- * peer, or if all ranks have posted the operation, because a rank that finishes its part first also
- * leaves first. */
+/* Returns whether a wait may continue even though a peer is gone. This is the case if it does not
+ * need the peer, or if all ranks have posted the operation: a rank that finishes its part first
+ * also leaves first. */
 static bool goes_on_alone(fsdpc_comm_nccl *self)
 {
     if (!gpu_needs_peers(self))

@@ -1,5 +1,5 @@
-/* GPUs over NCCL: a communicator that moves data between devices with NCCL, and metadata over
- * another communicator of the same ranks, the control.
+/* A communicator for GPUs: it moves data between devices with NCCL, and metadata over the control,
+ * another communicator of the same ranks.
  *
  * The control carries small messages between hosts' CPUs: epochs and their notes, agreement on
  * posts, NCCL's unique ids, values in host memory, and reports of dead and late ranks.

@@ -23,7 +23,7 @@ static inline int fsdpc_control_hosts(const fsdpc_control_config *config)
     return config->control->size / config->control->host_size;
 }
 
-/* Checks that `config` is complete: a control of the same ranks, and a GPU. */
+/* Checks that `config` has a control of the same ranks and a GPU. */
 fsdpc_status fsdpc_control_check(const fsdpc_control_config *config);
 
 /* Handles and returns the `status` of a call on the control; if the call closed the control, closes
@@ -35,7 +35,7 @@ fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, fsdpc_status status);
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, int color, int key,
                                  fsdpc_control_config *config_out);
 
-/* Collective. Checks that an object created by all ranks has the same size on each. */
+/* Collective. Checks that an object created by all ranks has the same size on every rank. */
 fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, const char *what, size_t bytes);
 
 /* Collective. Allocates zeroed GPU memory on all ranks. The sizes must agree, and either every rank
@@ -43,8 +43,8 @@ fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, const char *what, size_t byte
 fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out);
 
-/* A parameter buffer in GPU memory (without memory if there are several ranks) that uses the epochs
- * of a parameter buffer in the control. */
+/* A parameter buffer in GPU memory, or without memory if there are several ranks, that uses the
+ * epochs of a parameter buffer in the control. */
 typedef struct fsdpc_controlled_param_buffer {
     fsdpc_param_buffer base;
     fsdpc_param_buffer *control;

@@ -1,4 +1,4 @@
-/* The part of cuBLASLt's binary interface that we use, as in CUDA 12 and 13: codes and functions.
+/* The codes and functions of cuBLASLt's binary interface that we use, as in CUDA 12 and 13.
  *
  * These declarations make the plugin the same wherever it is built, with or without cublasLt.h;
  * tests/gpu/test_cublaslt_abi.py checks them against a real header.

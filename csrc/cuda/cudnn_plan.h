@@ -1,8 +1,8 @@
 /* cuDNN attention plans for C: a table that kernels/cudnn_plan.cpp fills in.
  *
- * cuDNN's graphs are described in C++ (cudnn_frontend.h, header-only). That file is therefore only
- * compiled into the plugin if tools/cuda_build.py finds those headers; otherwise the table's
- * address is NULL. On failure, `why` receives the reason, truncated to `bytes` bytes.
+ * cuDNN's graphs are described in C++ (cudnn_frontend.h, header-only). kernels/cudnn_plan.cpp is
+ * therefore compiled into the plugin only if tools/cuda_build.py finds those headers; otherwise the
+ * table's address is NULL. On failure, `why` receives the reason, truncated to `bytes` bytes.
  */
 #ifndef FSDPC_CUDA_CUDNN_PLAN_H
 #define FSDPC_CUDA_CUDNN_PLAN_H

@@ -6,8 +6,8 @@
  * an error (queue.h). Events carry no timing, so recording one is cheap, and waiting for one does
  * not involve the host.
  *
- * If the device has a peer check, only wait.h waits for a stream. CUDA itself waits for the stream
- * during copies into ordinary memory, so such copies come after a wait through wait.h.
+ * If the device has a peer check, streams are waited for only through wait.h. CUDA itself waits for
+ * the stream during copies into ordinary memory, so such copies come after a wait through wait.h.
  */
 #include "cuda/device_cuda.h"
 

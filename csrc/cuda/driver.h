@@ -14,11 +14,11 @@
  * reason, if there are none. */
 fsdpc_status fsdpc_cuda_driver_open(int *count_out);
 
-/* Looks up the driver's own calls once it has started. Returns FSDPC_ERR_UNSUPPORTED if one is
- * missing. */
+/* Looks up the driver's own calls once the driver has started. Returns FSDPC_ERR_UNSUPPORTED if any
+ * of them is missing. */
 fsdpc_status fsdpc_cuda_driver_calls(fsdpc_cu *out);
 
-/* Returns the driver's CUDA version as 1000 major + 10 minor, or 0 without a driver. */
+/* Returns the driver's CUDA version as 1000 * major + 10 * minor, or 0 without a driver. */
 int fsdpc_cuda_driver_version(void);
 
 #endif

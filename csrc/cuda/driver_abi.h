@@ -58,7 +58,7 @@ typedef struct fsdpc_cu_access {
     int flags;
 } fsdpc_cu_access;
 
-/* X(name, parameters); all return an fsdpc_cu_result. */
+/* X(name, parameters); every function returns an fsdpc_cu_result. */
 #define FSDPC_CU_SYMBOLS(X)                                                                        \
     X(cuDeviceGetAttribute, (int *value, int attribute, int device))                               \
     X(cuMemGetAllocationGranularity,                                                               \

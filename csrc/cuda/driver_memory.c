@@ -1,5 +1,5 @@
-/* Creation takes several driver calls. If one fails, the earlier ones are undone, so running out
- * of memory leaves nothing behind.
+/* Creation takes several driver calls. If a call fails, the earlier calls are undone, so running
+ * out of memory leaks nothing.
  */
 #include "cuda/driver_memory.h"
 
@@ -66,7 +66,7 @@ fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device 
 
 /* ---- Memory ---- */
 
-/* A container or a kernel setting may forbid fabric handles although the GPU supports them. */
+/* A container or a kernel setting may forbid fabric handles even if the GPU supports them. */
 static fsdpc_status create(fsdpc_driver_memory *driver, size_t bytes, fsdpc_cu_memory *out)
 {
     fsdpc_cu_result result = driver->cu.cuMemCreate(out, bytes, &driver->properties, 0);

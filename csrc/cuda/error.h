@@ -1,4 +1,5 @@
-/* Translates CUDA's errors into ours. Their text is kept, and "out of memory" has a separate code.
+/* Translates CUDA's errors into ours. Keeps their text, and maps "out of memory" to a separate
+ * code.
  */
 #ifndef FSDPC_CUDA_ERROR_H
 #define FSDPC_CUDA_ERROR_H

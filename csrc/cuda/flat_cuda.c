@@ -1,5 +1,5 @@
-/* The GPU's table of flat kernels, which checks arguments before calling the launchers and delivers
- * the results afterwards. */
+/* The GPU's table of flat kernels. Each entry checks its arguments before calling the launcher, and
+ * delivers the results afterwards. */
 #include "cuda/host_result.h"
 #include "cuda/kernel_tables.h"
 #include "cuda/kernels.h"

@@ -1,21 +1,21 @@
 /* cuBLASLt matrix products: descriptors and the heuristic's choice, cached by shape.
  *
  * Our matrices are row-major and cuBLASLt's are column-major, so it computes C^T = B'^T A'^T: the
- * operands are swapped and nothing is transposed. The bias per column of C is then a bias per row
- * for cuBLASLt, whose epilogue adds it. fp32 inputs are multiplied in fp32 (no TF32); sums are
- * fp32. Splitting k is allowed only if the partial sums are added in a fixed order. Before a 16-bit
- * C or a bias is added, cuBLASLt may round the product to 16 bits, as torch also does. The plain
- * kernel rounds once; calling it only for this reason took 73 % of a LLaMA step.
+ * operands are swapped and nothing is transposed. A bias per column of C is then a bias per row for
+ * cuBLASLt, and its epilogue adds it. fp32 inputs are multiplied in fp32 (no TF32); sums are fp32.
+ * Splitting k is allowed only if the partial sums are added in a fixed order. Before a 16-bit C or
+ * a bias is added, cuBLASLt may round the product to 16 bits, as torch also does. The plain kernel
+ * rounds only once, but calling it just for this took 73 % of a LLaMA step.
  *
  * One epilogue computes gelu on the sums before they are rounded; another multiplies the product by
- * gelu's slope, for gelu's gradient. `aux` is gelu's input. They only support tanh gelu and are
- * never asked for erf gelu. The epilogue that sums a bias gradient is not used: it rounds the sum
- * to the product's dtype and cannot add to a reduce buffer.
+ * gelu's slope, for gelu's gradient. `aux` is gelu's input. These epilogues support only tanh gelu
+ * and are never used for erf gelu. The epilogue that sums a bias gradient is not used: it rounds
+ * the sum to the product's dtype and cannot add to a reduce buffer.
  *
  * A small hash table is keyed by everything that a product's descriptors depend on: sizes, strides,
- * dtypes and address alignment. The heuristic may only choose kernels that match them. In the
+ * dtypes and address alignment. The heuristic may only choose kernels that match this key. In the
  * steady state, a product takes one lookup and one call. The workspace is one pool block, used only
- * by the main stream; products on other streams use kernels that need none.
+ * by the main stream; products on other streams use kernels that need no workspace.
  */
 #include "cuda/gemm_cublaslt.h"
 
@@ -80,7 +80,7 @@ static bool has_all(void *library, cublaslt_api *api)
 }
 
 /* Loads the first library that is complete and, if a handle is requested, returns one. A library
- * from a CUDA version newer than the driver may be present but not start. A copy already in the
+ * from a CUDA version newer than the driver may be present but fail to start. A copy already in the
  * process is tried first. */
 static bool load_api(cublaslt_api *api, fsdpc_lt_handle *handle_out)
 {
@@ -135,8 +135,8 @@ void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm)
     free(gemm);
 }
 
-/* Returns the device's cuBLASLt, created at the first product for which a workspace can be
- * allocated. */
+/* Returns the device's cuBLASLt state, which is created at the first product for which a workspace
+ * can be allocated. */
 static fsdpc_status gemm_of(fsdpc_device *base, fsdpc_cuda_products **out)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
@@ -217,7 +217,7 @@ static uint64_t hash_of(const product_key *key)
     return hash ^ hash >> 29;
 }
 
-/* A row-major rows x cols matrix is a column-major cols x rows one. */
+/* A row-major rows x cols matrix is a column-major cols x rows matrix. */
 static bool layout_make(const cublaslt_api *api, const product_key *key, fsdpc_lt_type type,
                         size_t rows, size_t cols, size_t ld, size_t stride, fsdpc_lt_layout *out)
 {
@@ -268,7 +268,7 @@ static bool preference_set(const cublaslt_api *api, fsdpc_lt_preference preferen
            FSDPC_LT_SUCCESS;
 }
 
-/* Takes the heuristic's first choice; returns false if it has none. */
+/* Takes the heuristic's first choice; returns false if there is none. */
 static bool choose(fsdpc_cuda_products *gemm, product *p)
 {
     const cublaslt_api *api = &gemm->api;
@@ -388,8 +388,8 @@ fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
 }
 
 /* cuBLASLt does not document the accuracy of tanh in its epilogues, so they are only used for
- * 16-bit results. Without tensor cores, gelu costs little compared to the product anyway. Rows of
- * aux must be multiples of 8.
+ * 16-bit results. Without tensor cores, gelu costs little compared to the product anyway. The row
+ * length of aux must be a multiple of 8.
  */
 static bool gelu_suits(const fsdpc_gemm_gelu_args *args)
 {

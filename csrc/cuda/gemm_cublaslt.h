@@ -14,7 +14,8 @@ typedef struct fsdpc_cuda_products fsdpc_cuda_products;
 
 fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
-/* Opens cuBLASLt and writes its version, "cuBLASLt 13.1.0", or reports that it is missing. */
+/* Opens cuBLASLt and writes its version, such as "cuBLASLt 13.1.0", or reports that it is
+ * missing. */
 void fsdpc_cuda_products_describe(char *text, size_t bytes);
 void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm); /* NULL is fine */
 

@@ -1,20 +1,20 @@
 /* Graphs from CUDA stream capture.
  *
- * The main stream is captured, in the mode that does not restrict other threads. During a capture,
- * the main stream is the device's own, because another library's stream may be the legacy default
+ * The main stream is captured in a mode that does not restrict other threads. During a capture, the
+ * main stream is the device's own, because another library's stream may be the legacy default
  * stream, which CUDA cannot capture. Afterwards, the previous main stream is restored. Calls whose
  * CUDA errors would invalidate the capture are rejected before they reach CUDA, with an error that
  * suggests an alternative. A capture with a rejected call can therefore still be ended and dropped.
  *
- * Memory. A graph runs on the captured addresses, so its blocks must not be reused while it
- * exists: the pool holds them (pool.h). A graph would copy host constants (the 2 in x + 2) again
- * from their old place on the stack, so they are kept in pinned memory with the graph.
+ * Memory. A graph uses the captured addresses, so its blocks must not be reused while it exists:
+ * the pool holds them (pool.h). A graph would copy host constants (the 2 in x + 2) again from their
+ * original stack addresses, so they are kept in pinned memory with the graph.
  *
  * A graph may still be running when it is destroyed and its blocks are freed. Destroying a graph
  * therefore waits with the same checks as a sync, because its operations may be waiting for dead
- * peers. Inside a capture, waiting is neither possible nor needed, because beginning the capture
- * waited. Pinned memory cannot be freed there either, so graphs that are destroyed in a capture are
- * freed when it ends.
+ * peers. Inside a capture, waiting is neither possible nor needed, because the capture waited when
+ * it began. Pinned memory cannot be freed inside a capture either, so graphs destroyed in a capture
+ * are freed when it ends.
  */
 #include "cuda/graph.h"
 
@@ -198,7 +198,7 @@ fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device)
                       "after it");
 }
 
-/* Determines whether the pointer is to ordinary host memory, which a graph cannot use. */
+/* Determines whether the pointer points to ordinary host memory, which a graph cannot use. */
 static fsdpc_status is_ordinary(const void *pointer, bool *out)
 {
     struct cudaPointerAttributes attributes;

@@ -1,5 +1,5 @@
-/* Graphs of GPU work: csrc/device/device.h's table slots, and checks that other slots need during a
- * capture.
+/* Graphs of GPU work: the entries in csrc/device/device.h's table, and the checks that other
+ * entries need during a capture.
  *
  * The same thread begins and ends a capture. Other threads may use other streams meanwhile.
  */
@@ -24,7 +24,7 @@ void fsdpc_cuda_graphs_give_up(fsdpc_device *device);
  * stream. */
 fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device);
 
-/* Copies inside a capture; `stream` is NULL if the caller wanted to wait for the copy. */
+/* Performs a copy inside a capture; `stream` is NULL if the caller asked to wait for the copy. */
 fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
                                      cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-/* Stages results in a pool block: one copy in, one copy out, and a wait.
+/* Stages results in a pool block, with one copy in, one copy out, and one wait.
  *
  * CUDA reports which memory a pointer belongs to; the query takes well under a microsecond.
  */

@@ -1,8 +1,9 @@
 /* Returns kernel results in ordinary host memory.
  *
- * A kernel cannot write to it, so the result is staged in device memory and copied back after
- * waiting for the stream. begin() returns the address for the kernel, initialised with the caller's
- * value; end() copies the result back. For device and pinned memory, both functions do nothing.
+ * A kernel cannot write to ordinary memory, so the result is staged in device memory and copied
+ * back after waiting for the stream. begin() returns the address for the kernel, initialised with
+ * the caller's value; end() copies the result back. For device and pinned memory, both functions do
+ * nothing.
  */
 #ifndef FSDPC_CUDA_HOST_RESULT_H
 #define FSDPC_CUDA_HOST_RESULT_H

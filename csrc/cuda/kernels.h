@@ -1,11 +1,11 @@
-/* Launchers of the kernels in kernels/: one per table slot, with the same arguments.
+/* Launchers for the kernels in kernels/, one for each table slot and with the same arguments.
  *
  * A launcher enqueues its kernel and returns without waiting. All pointers, including those for
- * results, are to memory that the device can access: its own or pinned. The tables in flat_cuda.c
- * and nn_cuda.c wrap the launchers and copy results to ordinary host memory if needed. Scratch
- * memory comes from the device's pool and is freed as soon as the last kernel that uses it is
- * enqueued, which the pool allows (pool.h). Every launcher has a CPU counterpart with the same name
- * except for `cuda`; the tests compare the two.
+ * results, point to memory that the device can access: its own or pinned host memory. The tables in
+ * flat_cuda.c and nn_cuda.c wrap the launchers and copy results to ordinary host memory if needed.
+ * Scratch memory comes from the device's pool and is freed as soon as the last kernel that uses it
+ * is enqueued, which the pool allows (pool.h). Every launcher has a CPU counterpart with the same
+ * name except for `cuda`; the tests compare the two.
  */
 #ifndef FSDPC_CUDA_KERNELS_H
 #define FSDPC_CUDA_KERNELS_H

@@ -1,10 +1,10 @@
-/* The part of NCCL's binary interface that we use, as of 2.18: types, codes, functions.
+/* The types, codes and functions of NCCL's binary interface that we use, as of 2.18.
  *
  * These declarations make the plugin the same wherever it is built, with or without nccl.h;
  * tests/gpu/test_nccl.py checks them against a real header. We only declare the first fields of the
  * versioned config. NCCL reads `size` bytes and uses its own defaults for fields that `version` did
- * not have. Both must therefore match a version whose config ends there: 2.17, or 2.31 to set the
- * launch order of posts.
+ * not have. `size` and `version` must therefore match an NCCL version whose config ends at our last
+ * field: 2.17, or 2.31 to set the launch order of posts.
  */
 #ifndef FSDPC_CUDA_NCCL_ABI_H
 #define FSDPC_CUDA_NCCL_ABI_H

@@ -3,14 +3,14 @@
  * ncclCommAbort tells GPU work to stop and then, even for a nonblocking communicator, waits until
  * it has stopped and no graph holds any of its operations. One communicator may wait on its stream
  * for another that waits for a dead peer, so aborting them one after the other could block at the
- * first. Graphs are therefore abandoned first. Then one NCCL group aborts all the rank's
- * communicators, so all are told to stop before any is waited for.
+ * first. Graphs are therefore abandoned first. Then one NCCL group aborts all of the rank's
+ * communicators, so that NCCL tells all of them to stop before it waits for any.
  *
- * A GPU may hang in work that no abort reaches. Gathers by copy engines are an example: they wait
- * for memory that only peers write, and are therefore disabled (nccl_env.c). The group therefore
- * runs on a separate thread, and the aborting thread waits for it for a few seconds at most. After
- * that, the streams are considered blocked for ever, and the device (device_cuda.h) and the thread
- * are lost. The thread's data is reference counted.
+ * A GPU may hang in work that an abort cannot stop. Gathers by copy engines are an example: they
+ * wait for memory that only peers write, and are therefore disabled (nccl_env.c). The group
+ * therefore runs on a separate thread, and the aborting thread waits for it for a few seconds at
+ * most. After that, the streams are considered blocked for ever, and the device (device_cuda.h) and
+ * the thread are lost. The thread's data is reference counted.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -38,8 +38,8 @@ static void let_go(ending *it)
         free(it);
 }
 
-/* NCCL switches back to the GPU that the thread had selected; without one, it would create a
- * context on GPU 0. */
+/* NCCL switches back to the GPU that the thread had selected; without a selection, it would create
+ * a context on GPU 0. */
 static void abort_all(const ending *it)
 {
     (void)cudaSetDevice(it->ordinal);

@@ -1,4 +1,5 @@
-/* Issues an operation as one group of NCCL calls: one call per slice, or one for values.
+/* Issues an operation as one group of NCCL calls: one call for each slice, or a single call for
+ * values.
  *
  * Gathers write the unsharded parameters; reductions are in place. A slice that one rank owns
  * entirely is broadcast from that rank, or reduced to it.

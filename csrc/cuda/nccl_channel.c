@@ -12,8 +12,8 @@
  * Gathers and reductions run concurrently on one GPU, each over its own communicator. NCCL must
  * then be told that all ranks post in the same order. Otherwise, if kernels of two communicators do
  * not fit on the GPU together, they may start in different orders on two ranks and wait for each
- * other for ever. From NCCL 2.31 on, a config field tells it; for older versions, an environment
- * variable does (nccl_env.c).
+ * other for ever. In NCCL 2.31 and newer, a config field specifies this; in older versions, an
+ * environment variable does (nccl_env.c).
  *
  * Until NCCL reports that a call is done, only an abort is allowed on that channel.
  */

@@ -1,8 +1,9 @@
 /* Collectives over NCCL, from the launch to the event after the last kernel.
  *
- * A posted operation is in flight (fsdpc_nccl_op). Its agreement is posted to the control at once:
- * the same operation without data, so that peers compare it like any other. It is done only when
- * both the GPU and the agreement are. Values in host memory go over the control.
+ * A posted operation is in flight (fsdpc_nccl_op). Its agreement, the same operation without data,
+ * is immediately posted to the control, where peers compare it like any other operation. An
+ * operation is done only when the GPU has finished it and its agreement is complete. Values in host
+ * memory are exchanged over the control.
  *
  * Launching. NCCL launches on one of its own threads and may still be connecting when the call
  * returns; until it reports success, the channel must not be used. A post waits for that; once
@@ -13,20 +14,21 @@
  * orders would wait for each other on the GPU. Launched operations of different channels still
  * overlap on the GPU.
  *
- * Ordered. Once an operation is on its stream, another stream can wait for the event after it, and
- * the caller's work is idle. The operation stays in flight until the host sees that it is done,
- * which every wait checks. nccl_ahead.c limits how far the host may run ahead of the device.
+ * Ordered. Once an operation is on its stream, another stream can wait for the event recorded after
+ * it, and the caller's work is idle. The operation stays in flight until the host sees that it is
+ * done; every wait checks this. nccl_ahead.c limits how far the host may run ahead of the device.
  *
  * Captured. While the device captures, operations are also put on their streams, and become part
  * of a graph. The host may not test events then, so a captured operation ends when it is ordered.
- * It posts no agreement, so that one rank can abandon a capture. A graph is launched in its turn as
- * a single operation, and is then in flight like any other.
+ * A captured operation posts no agreement, so that one rank can abandon a capture. A graph is
+ * launched in its turn as a single operation, and is then in flight like any other.
  *
- * Sums use ncclSum, in NCCL's order and the operation's dtype, in place in the buffer. The engine's
- * part follows on the same stream. It reuses the kernel that sums over ranks, here with a single
- * rank. The kernel scales this rank's slices in fp32, rounds them through the reduce dtype, and
- * writes or adds them to the shard. The sum is therefore not comm_shm's pairwise tree. If a tree is
- * required, and for float values, our own kernels compute the sums (nccl_join.c).
+ * Sums are computed in place in the buffer by ncclSum, in NCCL's order and in the operation's
+ * dtype. The engine's part follows on the same stream. It reuses the kernel that sums over ranks,
+ * here with a single rank. The kernel scales this rank's slices in fp32, rounds them through the
+ * reduce dtype, and writes or adds them to the shard. The summation order therefore differs from
+ * comm_shm's pairwise tree. If a tree is required, and for float values, our own kernels compute
+ * the sums (nccl_join.c).
  *
  * While a rank waits, it advances the operations of all its groups, because peers may be waiting
  * for them.
@@ -272,7 +274,7 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *bus
     return op->progress == FSDPC_NCCL_DONE ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* When NCCL reports that a peer is gone, the control may know which and why, perhaps a little
+/* When NCCL reports that a peer is gone, the control may know which one and why, perhaps a little
  * later. Returns FSDPC_OK if the control does not know. */
 static fsdpc_status name_death(fsdpc_comm_nccl *self)
 {

@@ -4,14 +4,15 @@
  * before the first unique id is generated. Variables that are already set are left unchanged,
  * because the user chose them.
  *
- * An NCCL that is already in the process (torch's) may have been used. Its socket variables are
+ * If NCCL is already in the process (torch's copy), it may have been used. Its socket variables are
  * then left unchanged, because it may communicate with other hosts. Before 2.31, the config has no
  * launch order field. Setting the variable at this point may be too late, so a warning is logged.
  *
  * If all ranks are on one host, their sockets only need its loopback interface. NCCL does not use
- * that interface's IPv6 address, and fails if it has no other. With several hosts, NCCL selects the
- * interface unless the user does. If NCCL was opened before the number of hosts was known (only to
- * describe it), the loopback setting is then removed, because loopback cannot connect hosts.
+ * that interface's IPv6 address, and fails if the interface has no other address. With several
+ * hosts, NCCL selects the interface unless the user does. If NCCL was opened only to describe it,
+ * before the number of hosts was known, the loopback setting is removed later, because loopback
+ * cannot connect hosts.
  */
 #include "cuda/nccl_env.h"
 

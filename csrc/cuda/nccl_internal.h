@@ -1,5 +1,5 @@
-/* Declarations shared by the files of the NCCL communicator, in call order: a file only calls files
- * listed before it.
+/* Declarations shared by the NCCL communicator's files, which are listed in call order: each file
+ * calls only files listed before it.
  *
  *     nccl_call.c       an operation in NCCL's calls, and its memory
  *     nccl_registry.c   memory that is registered with NCCL
@@ -139,9 +139,9 @@ fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
 /* For an in-place gather, copies this rank's slices to their places among the unsharded parameters.
  */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
-/* For contributions to a reduction, returns the number of elements that one peer sends (also the
- * stride between peers), and where those from `peer` to `rank` start. Slices have the same offsets
- * as in the shard. */
+/* For contributions to a reduction, these return the number of elements that each peer sends (also
+ * the stride between peers), and where those from `peer` to `rank` start. Slices have the same
+ * offsets as in the shard. */
 size_t fsdpc_nccl_staging_stride(const fsdpc_coll *op);
 unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int rank, int peer);
 
@@ -166,8 +166,8 @@ void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
 
 /* ---- nccl_abort.c ---- */
 
-/* Immediately aborts the work on one channel, on both, or on those of all groups that end with this
- * one. If this takes more than a few seconds, the device is lost. */
+/* Immediately aborts the work on one channel, on both, or on the channels of all groups that end
+ * with this one. If this takes more than a few seconds, the device is lost. */
 void fsdpc_nccl_channel_abort(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
 void fsdpc_nccl_channels_abort(fsdpc_comm_nccl *self);
 void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self);
@@ -191,8 +191,8 @@ void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self);
 
 /* Returns whether NCCL only collects contributions and our kernels join them. */
 bool fsdpc_nccl_is_joined(const fsdpc_coll *coll);
-/* Returns whether the staging memory is too small for `coll`. Before join_open enlarges the
- * memory, it must not be in use and all posts must have been launched. */
+/* Returns whether the staging memory is too small for `coll`. Before join_open enlarges the memory,
+ * the memory must be unused and all posts must have been launched. */
 bool fsdpc_nccl_staging_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *coll);
 /* Called at the post. Allocates memory for the contributions, which is freed after they have been
  * read. */
@@ -214,13 +214,14 @@ void fsdpc_nccl_op_give(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 void fsdpc_nccl_op_add(fsdpc_comm_nccl *self, fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_launched(const fsdpc_nccl_op *op);
 bool fsdpc_nccl_is_capturing(const fsdpc_comm_nccl *self);
-/* Makes the caller's work idle, whatever its operation does next. */
+/* Makes the caller's work idle, regardless of what its operation does next. */
 void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status);
 /* Advances this rank's operations in flight in all groups, as every wait of this communicator
  * does. */
 fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self);
-/* Waits until NCCL has put all posts on their streams. Must be called before a wait in the
- * control, which advances no operations: peers may wait for one that we have not launched. */
+/* Waits until NCCL has put all posts on their streams. Must be called before a wait in the control,
+ * which does not advance operations, because peers may be waiting for one that we have not
+ * launched. */
 fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self);
 /* Waits a few seconds at most for ordered operations to finish. */
 void fsdpc_nccl_ops_finish(fsdpc_comm_nccl *self);

@@ -1,24 +1,24 @@
 /* Reduces contributions with our own kernels when NCCL only collects them.
  *
- * NCCL chooses its own summation order, and its minimum and maximum lose NaN. If a fixed order is
- * required, this rank receives the contributions and joins them after NCCL's part on the same
- * stream. The kernels and the resulting bits are the same as for ranks that share memory
+ * NCCL chooses its own summation order, and its minimum and maximum do not propagate NaN. If a
+ * fixed order is required, this rank receives the contributions and joins them after NCCL's part on
+ * the same stream. The kernels and the resulting bits are the same as for ranks that share memory
  * (comm/coll_math.h).
  *
  * Float values, usually few, are gathered from all ranks into memory that is freed when the
  * operation is done. For integers, the order does not matter, so NCCL sums them.
  *
  * Sums in tree order (deterministic mode) use an exchange. Every rank sends each peer that peer's
- * slices, directly from its buffer. It receives its own slices from all others into staging memory,
- * in the layout of a shard. As long as a group has buffers, it keeps one staging buffer, large
- * enough for its largest reduction. Reductions use it one at a time; an event orders those on
- * different streams. For replicas, every rank receives every contribution in full. That needs more
- * traffic and memory than NCCL's own sum: ranks - 1 times the buffer.
+ * slices, directly from its own buffer. It receives its own slices from every peer in staging
+ * memory, laid out like the shard. As long as a group has buffers, it keeps one staging buffer,
+ * large enough for its largest reduction. Reductions use it one at a time; an event orders
+ * reductions on different streams. For replicas, every rank receives every contribution in full.
+ * This takes more traffic and memory than NCCL's own sum: (ranks - 1) times the buffer's size.
  *
  * Memory comes from the pool, which hands it out in main-stream order (pool.h). Values on another
- * stream are ordered after the main stream's work at the time of the post; for staging memory, the
- * host waits, as for a buffer. Memory is freed when the host has seen that the operation is done,
- * or when the buffers are destroyed.
+ * stream are ordered after the main stream's work at the time of the post; the host waits for
+ * staging memory, as for a buffer. Memory is freed when the host has seen that the operation is
+ * done, or when the buffers are destroyed.
  */
 #include "comm/coll_math.h"
 #include "cuda/error.h"
@@ -81,8 +81,8 @@ void fsdpc_nccl_staging_free(fsdpc_comm_nccl *self)
     *staging = (fsdpc_nccl_staging){0};
 }
 
-/* Memory grows only in early steps, at the same reduction on all ranks. Either every rank gets the
- * memory or none does. */
+/* Staging memory grows only in early steps, at the same reduction on all ranks. Either every rank
+ * gets the memory or none does. */
 static fsdpc_status staging_grow(fsdpc_comm_nccl *self, size_t bytes)
 {
     fsdpc_nccl_staging *staging = &self->staging;

@@ -1,12 +1,12 @@
 /* Opens NCCL at run time; it is never linked.
  *
  * A process must not have two copies: each would have its own view of devices and peers, and
- * torch's collectives would share neither with ours. The copy already in the process (torch's)
- * therefore comes first. Next come the library at a given path and then the bare name, which the
+ * torch's collectives would share neither with ours. The copy already in the process (torch's) is
+ * therefore tried first. Next are the library at a given path and then the bare name, which the
  * plugin's run path resolves to pip's nvidia packages before the system's folders. If torch is
  * imported later, it finds our copy by the same name.
  *
- * Opening needs no GPU. Once opened, the library stays open. Opening also sets its environment
+ * Opening needs no GPU. Once opened, the library stays open. Opening NCCL also sets its environment
  * variables (nccl_env.c).
  */
 #ifndef FSDPC_CUDA_NCCL_LOAD_H

@@ -1,4 +1,5 @@
-/* Post, test and order: the caller's side of an operation; nccl_coll.c does the rest.
+/* Implements post, test and order, the caller's side of an operation; nccl_coll.c does everything
+ * else.
  *
  * A post first waits until the host is not too far ahead of the GPU, and then until the operation
  * has been launched. Its agreement is posted to the control; test and order advance all
@@ -96,7 +97,8 @@ static fsdpc_status poll_launch(void *arg)
     return fsdpc_nccl_is_launched(work->impl) ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* Waits for the launch of a post. An interrupted post continues by itself, like an ordered one. */
+/* Waits until a post has been launched. If the wait is interrupted, the operation continues on its
+ * own, like an ordered one. */
 static fsdpc_status wait_for_launch(fsdpc_work *work)
 {
     fsdpc_status status = fsdpc_comm_wait_for(work->comm, poll_launch, work,

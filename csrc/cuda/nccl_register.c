@@ -1,19 +1,19 @@
 /* Registers memory with NCCL before gathers write to it.
  *
  * NCCL can gather into any memory, through its own buffers. If all ranks have registered a
- * symmetric window together, peers write to it directly. Slots, and unsharded parameters with a
- * whole device window, are therefore registered once each with the gather communicator, by the
- * address of their first mapping. NCCL registers the memory behind one driver handle, which it can
- * find only by the first mapping. Reduce buffers are in the device's pooled memory, for which NCCL
- * cannot create a window, and are not registered.
+ * symmetric window together, peers write to it directly. Slots, and unsharded parameters that
+ * occupy a whole device window, are therefore each registered once with the gather communicator, by
+ * the address of their first mapping. NCCL registers the memory behind one driver handle, which it
+ * can find only by the first mapping. Reduce buffers are in the device's pooled memory, for which
+ * NCCL cannot create a window, and are not registered.
  *
  * If NCCL cannot create a window, because GPUs cannot access each other, each rank registers the
  * memory separately. An old NCCL, or a GPU without windows, works without registration.
  *
  * Registration continues in the background, as an init does. A failure does not end the run, but it
  * also breaks NCCL's communicator, and a peer may wait in the same call for ever. Ranks therefore
- * agree on the call and on its end, and wait for both for a bounded time. After a failure, they
- * create a new communicator, with nothing registered.
+ * agree on the call and on its completion, and wait for each for a bounded time. After a failure,
+ * they create a new communicator, with nothing registered.
  *
  * A gather into registered memory is in place: this rank's slices are first copied to their places
  * among the unsharded parameters, so both source and destination are registered.

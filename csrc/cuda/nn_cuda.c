@@ -1,9 +1,10 @@
-/* The GPU's table of neural network kernels, which checks arguments before calling the launchers.
+/* The GPU's table of neural network kernels. Each entry checks its arguments before calling the
+ * launcher.
  *
- * The CPU's kernels have the same argument checks. Kernels report data errors (ids and targets out
- * of range) at the next sync. Products use cuBLASLt if it is available and supports them, and the
- * plain kernel otherwise (gemm_cublaslt.h). Attention uses cuDNN if it is requested, is available
- * and supports the shape (attention_cudnn.h).
+ * The CPU's kernels perform the same argument checks. Kernels report data errors (ids and targets
+ * out of range) at the next sync. Products use cuBLASLt if it is available and supports them, and
+ * the plain kernel otherwise (gemm_cublaslt.h). Attention uses cuDNN if it is requested, is
+ * available and supports the shape (attention_cudnn.h).
  */
 #include "cuda/attention_cudnn.h"
 #include "cuda/gemm_cublaslt.h"

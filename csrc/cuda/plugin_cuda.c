@@ -1,6 +1,6 @@
 /* libfsdpc_cuda.so: the table passed to the core, and the library's only exported symbol.
  *
- * Opening it uses neither the driver nor NCCL.
+ * Opening the plugin uses neither the driver nor NCCL.
  */
 #include <cuda_runtime_api.h>
 #include <stdio.h>

@@ -4,8 +4,8 @@
  * MiB, the granularity in which the driver maps memory. A block never changes its class and is
  * never split: every training step requests the same sizes, so more elaborate schemes gain nothing.
  *
- * Two hash tables of chains hold live blocks by address and free blocks by class; the free block
- * with the lowest address is used first.
+ * Two chained hash tables hold live blocks by address and free blocks by class; the free block with
+ * the lowest address is used first.
  *
  * A block counts its holds, and each hold lists its blocks. A held block that has been freed is
  * `parked`: it stays in the table of live blocks, but has no owner. While a hold is being created,
@@ -112,8 +112,8 @@ static block *take(block **chain, const void *pointer)
     return NULL;
 }
 
-/* Takes the class's block with the lowest address. A step that starts with the same free blocks as
- * the previous one therefore gets the same addresses. */
+/* Takes the free block with the lowest address in the class. A step that starts with the same free
+ * blocks as the previous one therefore gets the same addresses. */
 static block *take_lowest(block **chain, size_t class_bytes)
 {
     const void *lowest = NULL;

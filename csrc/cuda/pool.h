@@ -6,17 +6,17 @@
  * allocating caller returns the free blocks to it and tries once more (wait.h).
  *
  * Order. A freed block may be reused at once. That is safe for work on the device's main stream,
- * which runs in order: the block's old user runs before the new one. If another stream's work uses
- * a block, an event orders that work before the free. Otherwise the block lives as long as the
+ * which runs in order: the block's previous user runs before the next one. If another stream's work
+ * uses a block, an event orders that work before the free. Otherwise the block lives as long as the
  * engine, as shards, buffers and windows do.
  *
  * Holds. A graph uses the captured memory whenever it is launched. From keep_begin to keep_end, the
- * pool records the blocks that the capture may use: all that are live at the start or acquired
- * before the end. During the capture, only the capture may reuse freed blocks, and nothing is
- * allocated from CUDA. Afterwards, a held block that is freed is not reused until its last hold is
- * released; meanwhile it counts as OTHER.
+ * pool records the blocks that the capture may use: all blocks that are live at the start or
+ * acquired before the end. During the capture, only the capture may reuse freed blocks, and nothing
+ * is allocated from CUDA. Afterwards, a held block that is freed is not reused until its last hold
+ * is released; meanwhile it counts as OTHER.
  *
- * Functions may be called from any thread.
+ * Any thread may call these functions.
  */
 #ifndef FSDPC_CUDA_POOL_H
 #define FSDPC_CUDA_POOL_H
@@ -33,8 +33,8 @@ fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, s
                                    void **out); /* 512-byte aligned; not NULL even for 0 bytes */
 /* NULL and pointers from another pool are ignored. */
 void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer);
-/* Returns free blocks to CUDA after waiting until they are no longer used, because cudaFree may not
- * wait. If the wait fails, the blocks are kept, and its error is returned. Not allowed inside a
+/* Returns free blocks to CUDA after waiting until they are no longer used, because cudaFree might
+ * not wait. If the wait fails, the blocks are kept, and its error is returned. Not allowed inside a
  * capture. */
 fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
                                   fsdpc_device *device);

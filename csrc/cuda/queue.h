@@ -1,11 +1,11 @@
 /* The launchers' view of a stream: its CUDA stream, and the memory in which kernels report faults.
  *
- * This header is for both C and C++, because the kernels are written in C++. A stream that is not
- * async is an alias of the device's main stream.
+ * This header is valid in both C and C++, because the kernels are written in C++. A stream that is
+ * not async is an alias of the device's main stream.
  *
- * Faults. A kernel that finds an invalid index cannot return an error. It records the first one in
- * the queue's fault, in pinned memory, and continues as if the index were harmless. The next sync
- * of the stream reports it as an error, once.
+ * Faults. A kernel that finds an invalid index cannot return an error. It records the first invalid
+ * index in the queue's fault, in pinned memory, and continues as if that index were harmless. The
+ * stream's next sync reports it once, as an error.
  */
 #ifndef FSDPC_CUDA_QUEUE_H
 #define FSDPC_CUDA_QUEUE_H

@@ -1,7 +1,7 @@
 /* Bounded waits for a GPU.
  *
  * A collective with a dead peer never finishes. If the device has a peer check, a wait therefore
- * polls an event through it. Without one, CUDA itself waits.
+ * polls an event through that check. Without one, CUDA itself waits.
  */
 #include "cuda/wait.h"
 
@@ -71,8 +71,8 @@ fsdpc_status fsdpc_cuda_wait(fsdpc_device *device)
                                       : fsdpc_cuda_wait_stream(((fsdpc_cuda_device *)device)->main);
 }
 
-/* It waits only for the main stream, because work on other streams that used a block is ordered
- * before the block's free (pool.h). */
+/* Waits only for the main stream, because work on other streams that used a block is ordered before
+ * the block is freed (pool.h). */
 fsdpc_status fsdpc_cuda_make_room(fsdpc_device *device)
 {
     if (device->reclaim)

@@ -1,4 +1,4 @@
-/* Slots of physical memory, and the ranges of addresses mapped onto them.
+/* Slots of physical memory, and the address ranges mapped onto them.
  *
  * A slot is one block of the driver's memory, created so that NCCL can register it. It counts the
  * windows mapped onto it and is freed with the last one. A mapping is a separate address range,
@@ -91,8 +91,8 @@ static void slot_release(shared_slot *slot)
 
 /* ---- A device's windows ---- */
 
-/* Tests with one window, because a container or a virtual GPU may reject features that the driver's
- * attributes report. A shortage of memory does not mean that windows are unsupported. */
+/* Creates one window as a test, because a container or a virtual GPU may reject features that the
+ * driver's attributes report. A shortage of memory does not mean that windows are unsupported. */
 static fsdpc_status try_one(fsdpc_cuda_windows *windows)
 {
     shared_slot *slot;

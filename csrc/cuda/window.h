@@ -9,8 +9,8 @@
  * ordered after the write by an event or a stream.
  *
  * Creating, mapping and destroying windows may stop the device. They should be called before the
- * first step, or when the caller has made the device idle. These functions are table slots of
- * csrc/device/device.h.
+ * first step, or when the caller has made the device idle. These functions fill slots of the table
+ * in csrc/device/device.h.
  */
 #ifndef FSDPC_CUDA_WINDOW_H
 #define FSDPC_CUDA_WINDOW_H

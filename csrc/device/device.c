@@ -1,7 +1,7 @@
 /* Makes the host wait for an event.
  *
- * If the device has a peer check, it polls the event and checks that all peers are alive. Otherwise
- * the host polls the device every 20 us.
+ * If the device has a peer check, that check polls the event and verifies that all peers are alive.
+ * Otherwise, the host polls the event every 20 us.
  */
 #include "device/device.h"
 

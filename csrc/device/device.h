@@ -4,45 +4,46 @@
  * and, as a plugin, `cuda`. Callers use the inline wrappers below the table, never its entries
  * directly.
  *
- * Streams. Work submitted to one stream runs in order. A CPU stream is either inline (submit runs
- * the work at once, in the caller) or a FIFO worker thread. Streams are created inline if the
- * ranks of this host leave no spare core. Kernels in the tables of csrc/ops take their stream as
- * the last argument. On the CPU they run in the calling thread, with the device's team; on CUDA
- * they are enqueued. To run a CPU kernel on a worker stream, submit a function that calls it.
+ * Streams. Work submitted to one stream runs in order. A CPU stream either is inline, so submit
+ * runs the work immediately in the caller, or has a FIFO worker thread. Streams are created inline
+ * if the ranks of this host leave no spare core. Kernels in the tables of csrc/ops take their
+ * stream as the last argument. On the CPU they run in the calling thread, with the device's team;
+ * on CUDA they are enqueued. To run a CPU kernel on a worker stream, submit a function that calls
+ * it.
  *
  * A remote device (CUDA) has memory that the host cannot touch, and kernels that run
- * asynchronously. The host accesses its memory through copies. A copy with a stream runs in that
+ * asynchronously. The host accesses that memory through copies. A copy with a stream runs in that
  * stream's order: data copied out is valid after a sync, and the source of a copy-in may change at
  * once. A copy without a stream runs in the main stream's order, and the host waits for it. Every
- * stream that is not async is the main stream, so work on it needs no events. FSDPC_MEM_PINNED
- * memory is host memory with one address for both sides; kernels access it over the bus. Work sees
- * everything that the host wrote before enqueuing it; the host sees the device's writes after a
- * wait.
+ * stream that is not async is an alias of the main stream, so work on it needs no events.
+ * FSDPC_MEM_PINNED memory is host memory with the same address on the host and the device; kernels
+ * access it over the bus. Work sees everything that the host wrote before enqueuing it; the host
+ * sees the device's writes after a wait.
  *
  * Events order streams: record marks a point in a stream, and stream_wait makes later work on
  * another stream wait for it. An event that has never been recorded counts as complete. Recording
- * it again moves it to the new point; earlier waits keep the old one.
+ * it again moves it to the new point; earlier waits still refer to the old point.
  *
  * Other libraries in the process (torch) have their own streams, identified by a raw handle (CUDA's
  * cudaStream_t). The main stream can become one of them, so that their work and ours run in a
- * single order. It then continues after the work of the previous main stream. If device memory
- * runs out, the other libraries are asked to release cached memory (`reclaim`).
+ * single order. Its later work then runs after the work of the previous main stream. If device
+ * memory runs out, the other libraries are asked to release cached memory (`reclaim`).
  *
- * Graphs. On a device that supports them, work submitted to its streams from capture_begin to
+ * Graphs. On a device that supports graphs, work submitted to its streams from capture_begin to
  * capture_end is recorded instead of run. Launching the graph runs all of that work again, on the
  * same memory. The capture records the main stream and streams that wait for its events; the main
  * stream must wait for these streams before the end. During the capture, the main stream is the
- * device's own, even if another was adopted. Nothing may wait during a capture. These calls are
- * errors: a sync, testing an event, and a copy from or to host memory. The exception is a constant
- * of up to 8 bytes, whose value the graph keeps. It is also an error to make another library's
- * stream follow ours, or to use memory that no earlier step allocated. After such an error the
- * capture is dropped. A graph keeps its memory. Blocks that were live when the capture began, or
- * acquired during it, are not reused while the graph exists, even if freed.
+ * device's own, even if another was adopted. Nothing may wait during a capture. The following are
+ * errors: a sync, an event test, and a copy from or to host memory. The exception is a constant of
+ * up to 8 bytes, whose value the graph keeps. It is also an error to make another library's stream
+ * follow ours, or to use memory that no earlier step allocated. After such an error, the capture is
+ * dropped. A graph keeps its memory. Blocks that were live when the capture began, or acquired
+ * during it, are not reused while the graph exists, even if freed.
  *
- * Windows are address ranges over memory that several windows may share; each keeps its address for
- * life. They are created, moved and destroyed while nothing on the device uses them. Data written
- * through one address is visible through another once streams and events order the two. If waiting
- * for the main stream fails, the window stays as it is.
+ * Windows are address ranges over memory that several windows may share; a window's address never
+ * changes. They are created, moved and destroyed while nothing on the device uses them. Data
+ * written through one address is visible through another if streams and events order the write
+ * before the read. If waiting for the main stream fails, the window stays as it is.
  *
  * Errors: submit fails only if the work cannot be accepted. Work that fails does not stop later
  * work; the stream keeps the first error with its text, and the next sync returns it once.
@@ -79,7 +80,7 @@ typedef struct fsdpc_window {
 /* Work for a stream. `arg` stays valid until the work has run. */
 typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
 
-/* Allowed access to memory; any other access ends the process. */
+/* The allowed access to memory; any other access terminates the process. */
 typedef enum fsdpc_access { FSDPC_ACCESS_NONE, FSDPC_ACCESS_READ, FSDPC_ACCESS_WRITE } fsdpc_access;
 
 typedef struct fsdpc_device_ops {
@@ -130,7 +131,7 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
-/* Waits, on the host, for a remote device whose work may depend on dead ranks. It polls until the
+/* Makes the host wait for a remote device whose work may depend on dead ranks. It polls until the
  * result is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
 typedef struct fsdpc_peer_check {
     fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);
@@ -189,7 +190,7 @@ struct fsdpc_graph {
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
                                      int spare_cores, fsdpc_device **out);
 
-/* Returns the number of threads that the device's streams have in this process. */
+/* Returns the number of threads that the device's streams use in this process. */
 int fsdpc_device_cpu_workers(const fsdpc_device *device);
 
 /* The calls that the null device received, in order; borrowed until the next call on the device. */

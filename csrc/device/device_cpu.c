@@ -1,19 +1,20 @@
 /* The CPU as a device.
  *
  * Memory is counted memory (base/mem). Kernels, copies and fills run in the calling thread. There
- * are two kinds of stream. Inline: submit calls the function before it returns, so every point on
- * the stream has already been reached. Worker: a thread takes entries from a FIFO, a ring buffer
- * that doubles when full and stops growing after the first few steps.
+ * are two kinds of stream. On an inline stream, submit calls the function before it returns, so
+ * every point on the stream has already been reached. A worker stream has a thread that takes
+ * entries from a FIFO, a ring buffer that doubles when full and stops growing after the first few
+ * steps.
  *
  * Note [progress]. Other threads can see a worker stream's progress, which is the number of entries
  * it has finished. The progress is a small reference-counted object, so an event or a wait in
- * another stream's ring can outlive the stream. An event consists of a progress and the count it
- * must reach, so recording one adds no entry. Waits only ever refer to entries submitted before
- * them, so streams cannot deadlock in a cycle.
+ * another stream's ring can outlive the stream. An event stores a progress object and the count
+ * that it must reach, so recording an event adds no entry. Waits only ever refer to entries
+ * submitted before them, so streams cannot deadlock in a cycle.
  *
- * A thread waiting on a progress spins for a few microseconds, then sleeps on a futex. This file
- * sets no deadlines: collectives have their own (comm), and a caller that must be interruptible
- * polls event_test instead of calling sync.
+ * A thread waiting for a stream's progress spins for a few microseconds, then sleeps on a futex.
+ * Waits here have no deadline: collectives have their own (comm), and a caller that must be
+ * interruptible polls event_test instead of calling sync.
  */
 #include "device/device.h"
 
@@ -167,7 +168,7 @@ static void run_function(cpu_stream *stream, fsdpc_stream_fn fn, void *arg)
         keep_error(stream, status);
 }
 
-/* Takes the next entry, sleeping until there is one; returns false when the stream ends. */
+/* Takes the next entry, sleeping until one is available; returns false when the stream ends. */
 static bool take_entry(cpu_stream *stream, entry *out)
 {
     int64_t end = 0;
@@ -324,7 +325,7 @@ static fsdpc_status cpu_stream_create(fsdpc_device *device, const char *name, bo
     return FSDPC_OK;
 }
 
-/* Work that was already submitted still runs. */
+/* Work that has already been submitted still runs. */
 static void cpu_stream_destroy(fsdpc_stream *base)
 {
     cpu_stream *stream = stream_of(base);

@@ -1,10 +1,10 @@
-/* A device that records its calls and does nothing.
+/* A device that only records the calls made to it.
  *
- * It is used to test the schedule itself: which copy came before which wait, and on which stream.
- * Every point on every stream counts as reached immediately. Memory is allocated and counted, so
- * pointers in the record are distinct, but copies and fills never touch it. With `run_host_work`
- * the device calls submitted functions in order, since the host's schedule may depend on their
- * effects.
+ * Tests use it to check the schedule itself: which copy came before which wait, and on which
+ * stream. Every point on every stream counts as reached immediately. Memory is allocated and
+ * counted, so recorded pointers are distinct, but copies and fills never touch it. If
+ * `run_host_work` is set, the device calls submitted functions in order, since the host's schedule
+ * may depend on their effects.
  *
  * Stream names outlive their streams, because records point to them.
  */

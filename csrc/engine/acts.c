@@ -1,11 +1,11 @@
-/* Records a step's acts from its forward to its last backward, and keeps those of the last complete
- * step.
+/* Records each step's acts, from its forward to its last backward, and keeps those of the last
+ * complete step.
  */
 #include "engine/acts.h"
 
 #include <stdlib.h>
 
-/* If memory runs out, the step's acts are dropped. */
+/* If memory runs out, the step's acts are discarded. */
 static void note_act(fsdpc_root *root, fsdpc_act act)
 {
     fsdpc_acts *acts = &root->acts;
@@ -27,8 +27,8 @@ void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t byte
 {
     fsdpc_root *root = unit->root;
     fsdpc_trace_add(unit->trace, kind, unit->id, bytes, root->param_buffer->epoch, backward);
-    /* A shard group of one rank never gathers or reshards, and only the all-reduce over its
-     * replicas produces sums. */
+    /* A shard group of one rank never gathers or reshards, and its gradients are summed only by the
+     * all-reduce over its replicas. */
     bool of_shards =
         kind == FSDPC_TRACE_GATHER || kind == FSDPC_TRACE_RESHARD || kind == FSDPC_TRACE_REDUCE;
     bool shown = of_shards ? root->comm->size > 1

@@ -5,7 +5,7 @@
 
 #include "engine/root_internal.h"
 
-/* Records a unit's event in the trace and in the acts of the current step. */
+/* Records an event on a unit in the trace and in the current step's acts. */
 void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes, bool backward);
 
 static inline void fsdpc_root_begin_acts(fsdpc_root *root)

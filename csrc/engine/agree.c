@@ -1,12 +1,13 @@
 /* Each backward ends with two small all-reduces, one over the replicas and one over the shard
  * group.
  *
- * Both take the byte-wise maximum. For usage marks, the maximum means "any rank". Each checksum is
- * sent with its complement, and the two maxima are complementary only if all checksums are equal.
+ * Both take the byte-wise maximum. For usage marks, the maximum tells whether any rank used the
+ * parameter. Each checksum is sent with its complement, and the two maxima are complementary only
+ * if all checksums are equal.
  *
  * The position of the next slice is compared too. A rank that abandoned a backward early may be at
  * a different position from its replicas. In that case this backward skips the comparison, and all
- * ranks continue from the same position.
+ * ranks start again at position 0.
  */
 #include "engine/agree.h"
 
@@ -71,7 +72,7 @@ static uint64_t all_master_bytes(const fsdpc_root *root)
     return bytes;
 }
 
-/* The progress of a sequential walk over all masters. */
+/* The state of a sequential walk over all masters. */
 typedef struct walk {
     uint64_t skip, bytes; /* still to skip, and then to read */
     uint32_t sum;
@@ -91,7 +92,7 @@ static void walk_group(const fsdpc_unit *unit, const fsdpc_unit_group *group, wa
     }
 }
 
-/* Computes the mark of the slice of the masters that begins at the root's position. */
+/* Returns the position and checksum of the next slice of the masters to compare. */
 static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
 {
     walk w = {.skip = root->compared, .bytes = bytes};
@@ -102,7 +103,7 @@ static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
     return (mark){root->compared, ~root->compared, sum, ~sum};
 }
 
-/* All ranks of a replica group call this and either find the same parameter or all find none. */
+/* Called by all ranks of a replica group, which all find the same parameter or all find none. */
 static fsdpc_status name_difference(fsdpc_root *root)
 {
     for (int u = 0; u < root->n_units; u++) {
@@ -201,7 +202,7 @@ fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
 
 /* ---- What is trained ---- */
 
-/* Describes the change to a peer that has not made it, keeping only the end of a long name. */
+/* Describes the change for a peer that has not made it, keeping only the end of a long name. */
 static void say_change(const fsdpc_unit *unit, int param, char *text, size_t bytes)
 {
     char whole[512];

@@ -1,21 +1,21 @@
 /* Calls of units.
  *
- * A forward with gradients while backward runs is a recomputation (activation checkpointing). It
- * must see the same weights as the original run. A boundary on the tape carries their generation.
- * Otherwise the unit records the generation that its forwards saw and when, on the frontend's
- * clock, they first saw it. Any computation that first ran before that time saw an older
- * generation. A forward without gradients inside a recomputation (a checkpoint inside a checkpoint,
- * a teacher model) begins an epoch like any other forward. That epoch may bring in newer weights,
- * so the generation is checked for such a forward too.
+ * A forward with gradients that runs during backward is a recomputation (activation checkpointing).
+ * It must see the same weights as the original run. A boundary on the tape records the generation
+ * of those weights. Without a boundary, the unit records the generation that its forwards saw and
+ * when, on the frontend's clock, they first saw it. Any computation that first ran before that time
+ * saw an older generation. A forward without gradients inside a recomputation (a checkpoint inside
+ * a checkpoint, a teacher model) begins an epoch like any other forward. That epoch may bring in
+ * newer weights, so such a forward's generation is checked too.
  *
- * A unit of several modules stays gathered until all of them have run in one epoch. If a method of
- * a unit calls its forward, the unit stays gathered until the method returns (sched.c).
+ * A unit with several modules stays gathered until all of them have run in the same epoch. If a
+ * method of a unit calls its forward, the unit stays gathered until the method returns (sched.c).
  *
  * In deterministic mode dropout keys its random numbers by contribution = forward * ranks + rank,
- * not by rank. Masks therefore do not depend on how a batch is split over ranks and micro-steps. A
- * step's streams begin at the next multiple of 2^40, regardless of how many were used; each
- * contribution has 2^20 streams. Only forwards with gradients are counted, so a micro-step must
- * have exactly one.
+ * not by rank. Dropout masks therefore do not depend on how a batch is split over ranks and
+ * micro-steps. A step's streams begin at the next multiple of 2^40, regardless of how many were
+ * used; each contribution has 2^20 streams. Only forwards with gradients are counted, so a
+ * micro-step must have exactly one.
  */
 #include "engine/call.h"
 
@@ -60,7 +60,7 @@ static void note_generation(fsdpc_unit *unit, const fsdpc_call *call)
     unit->seen_generation = now;
 }
 
-/* Returns how many of the unit's modules ran before this one. */
+/* Returns how many of the unit's modules have already run in this epoch. */
 static int count_run(fsdpc_unit *unit)
 {
     if (unit->settings.n_modules == 1)

@@ -1,13 +1,13 @@
-/* One call of a unit's module: the steps that both frontends perform around its forward, on top of
+/* A call of a unit's module: the steps that both frontends perform around its forward, on top of
  * the schedule.
  *
  *     begin_recomputed? enter  -> forward ->  leave | failed            (a call)
  *     begin_backward  post_backward (sched.h)  end_backward              (its backward)
  *
- * A frontend manages its framework's modules, tensors and graph. It passes facts that the engine
- * cannot see: whether gradients are recorded, whether backward is running, and how far its graph
- * has grown (`clock`). This file decides everything else about a call: which of a unit's modules
- * runs, which weights a recomputation must see, and where random streams begin.
+ * A frontend manages its framework's modules, tensors and graph. It passes information that the
+ * engine cannot see: whether gradients are recorded, whether backward is running, and how far its
+ * graph has grown (`clock`). This file decides everything else about a call: which of a unit's
+ * modules runs, which weights a recomputation must see, and where random streams begin.
  */
 #ifndef FSDPC_ENGINE_CALL_H
 #define FSDPC_ENGINE_CALL_H
@@ -27,8 +27,8 @@ typedef struct fsdpc_call {
 } fsdpc_call;
 
 /* Returns true if this is a recomputation that has not passed a boundary yet (a checkpoint around
- * the outermost unit). The frontend must then begin the unit's backward with weights of this
- * generation before it enters. */
+ * the outermost unit). The frontend must then begin the unit's backward with this generation before
+ * it calls enter. */
 bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out);
 
@@ -46,7 +46,7 @@ typedef enum fsdpc_left {
 fsdpc_status fsdpc_call_leave(fsdpc_unit *unit, fsdpc_left *left_out);
 
 /* Replaces leave after an exception. A failed outermost call resets the root, so that the next call
- * starts from a clean state; in a recomputation, the running backward does that. */
+ * starts from a clean state; during a recomputation, the enclosing backward does that. */
 void fsdpc_call_failed(fsdpc_unit *unit);
 
 /* Overrides the generation that the next recomputation must see. */

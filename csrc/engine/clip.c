@@ -1,16 +1,17 @@
-/* Clipping takes two steps: a small collective for the norm, and a scale that needs no extra pass.
+/* Clipping takes two steps: a small collective that computes the norm, and a scaling that needs no
+ * extra pass.
  *
  * The norm costs one read of the gradient shards and an all-reduce of 70 integers. Per-parameter
- * norms use the same read and a single all-reduce, with 70 integers for each parameter. The scale
- * is not applied here: the optimizer applies it as it reads the gradients. If any gradient is NaN
- * or infinite, so is the norm, on all ranks.
+ * norms use the same read and a single all-reduce of 70 integers per parameter. The scale is not
+ * applied here: the optimizer applies it as it reads the gradients. If any gradient is NaN or
+ * infinite, the norm is too, on every rank.
  *
  * On a remote device, neither step makes the host wait. Norms, their values and the clipping factor
  * stay in device memory. Each unit has a copy of the factor, for the optimizer's kernels. Ranks
  * combine norms in device memory if their communicator supports it.
  *
- * Some ranks may apply a pending scale first, and others later to the sums (if only some have read
- * .grad). Their contributions to the all-reduce are the same either way.
+ * If only some ranks have read .grad, they have already applied the pending scale; the others apply
+ * it to their sums. Either way, a rank contributes the same values to the all-reduce.
  */
 #include "engine/clip.h"
 
@@ -70,7 +71,7 @@ static fsdpc_status add_unit(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool
     return run_end(&run, p, norms, main);
 }
 
-/* Does the same, but keeps the scale pending and applies it to the sums. */
+/* Like add_unit, but keeps the scale pending and applies it to the sums. */
 static fsdpc_status add_unit_scaled(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

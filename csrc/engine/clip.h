@@ -4,8 +4,8 @@
  * depend on world size, layout or order. Tied parameters occur once in a layout and count once; a
  * replicated shard counts once, because only shard groups are summed.
  *
- * The norm includes a scale that is pending on the gradients. If p is 1, 2 or INFINITY, a power of
- * two below 1 (from a loss scaler) is applied to the norm and stays pending. Any other scale is
+ * The norm includes any scale that is pending on the gradients. If p is 1, 2 or INFINITY, a power
+ * of two below 1 (from a loss scaler) is applied to the norm and stays pending. Any other scale is
  * applied to the gradients first.
  */
 #ifndef FSDPC_ENGINE_CLIP_H
@@ -24,7 +24,8 @@ fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, f
 /* Makes FSDPC_CLIP_FACTOR (at most 1) pending on the gradients and returns it. */
 double fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm);
 
-/* Does the same on a remote device without waiting; the norm is in its memory (fsdpc_norm_put). */
+/* Like fsdpc_clip_scale, but for a norm in a remote device's memory (fsdpc_norm_put), and without
+ * waiting. */
 fsdpc_status fsdpc_clip_scale_remote(fsdpc_unit *const *units, int n_units, const double *norm,
                                      double max_norm, fsdpc_stream *stream);
 

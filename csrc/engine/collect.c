@@ -1,6 +1,6 @@
 /* Pieces are runs of whole rows in rank order. If all ranks have the same number of elements, an
- * all-gather puts the pieces in their final positions. Otherwise each rank sends its shard, padded
- * to the size of the largest, in parts through a staging buffer of fixed size.
+ * all-gather places each piece at its final position. Otherwise each rank sends its shard, padded
+ * to the size of the largest shard, in parts through a fixed-size staging buffer.
  */
 #include "engine/collect.h"
 
@@ -19,8 +19,8 @@
 
 enum { STAGING_BYTES = 4 << 20, POPULATED_FROM_BYTES = 1 << 20 };
 
-/* Users often receive fresh memory. A single call maps its pages; otherwise each rank in turn would
- * take page faults while its peers wait for a chunk. */
+/* Users often receive fresh memory. A single call maps all pages of the destination; otherwise each
+ * rank in turn would incur page faults while its peers wait for a chunk. */
 static void populate(const fsdpc_device *device, void *out, size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);

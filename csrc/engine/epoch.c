@@ -3,23 +3,25 @@
  * docs/design/communication.md explains the protocol, and tests/model models it. In short, a rank
  * that arrives in an epoch has finished all reads of earlier epochs. Once all ranks have arrived,
  * none is reading, and ranks whose masters changed may write. If no masters changed on any rank,
- * all ranks continue at once.
+ * all ranks continue immediately.
  *
- * An optimizer's epoch always changes masters. It copies in slices without waiting for the other
- * ranks. The next reader begins another epoch, and a rank arrives in that epoch only after
+ * An optimizer's epoch always changes masters. Each rank copies in its slices without waiting for
+ * the others. The next reader begins another epoch, and a rank arrives in that epoch only after
  * finishing its copy-in. Waiting for that arrival is therefore enough.
  *
- * If a unit's step stays pending until the unit is needed, its slices are copied in even later.
- * In that case the epoch tells all ranks that the copy-in will come later. Each unit's next gather
- * then completes only after every rank has posted it, which a rank does after writing its slices.
+ * If a unit's step stays pending until the unit is needed, its slices are copied in only then. In
+ * that case the epoch tells all ranks that the copy-in will come later. Each unit's next gather
+ * then completes only after every rank has posted it, and a rank posts it only after writing its
+ * slices.
  *
  * An interrupt may end a wait between the arrival and the end of an epoch. The peers rely on the
- * announcement, so the next epoch first completes the interrupted one, from its `stage` on. An
- * interrupted optimizer step cannot be completed without its pass, so it closes the communicator.
+ * announcement, so the next epoch first completes the interrupted one from the stage that it
+ * reached. An interrupted optimizer step cannot be completed without its pass, so it closes the
+ * communicator.
  *
  * An exception on any rank turns the next epoch into a reset on all ranks: each drops its execution
  * order, so all continue from the same state. If the exception was raised in a backward, ranks also
- * drop unreduced gradients, which may be incomplete. A forward leaves no gradients, so those of
+ * drop unreduced gradients, which may be incomplete. A forward produces no gradients, so those of
  * earlier micro-steps are kept.
  */
 #include "engine/epoch.h"
@@ -78,7 +80,7 @@ static fsdpc_status compare_all(const fsdpc_root *root, bool *equal_io)
     return FSDPC_OK;
 }
 
-/* Compares all units on a remote device, with a single wait. */
+/* Compares the masters of all units on a remote device, waiting only once. */
 static fsdpc_status compare_all_there(const fsdpc_root *root, bool *equal_io)
 {
     fsdpc_device *device = root->device;
@@ -141,8 +143,8 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     return FSDPC_OK;
 }
 
-/* Keeps the stage if a wait was interrupted, so that it can be resumed; any other error ends the
- * epoch. */
+/* Keeps the stage if a wait was interrupted, so that the epoch can be resumed; any other error ends
+ * the epoch. */
 static fsdpc_status keep_progress(fsdpc_root *root, fsdpc_status status)
 {
     if (status != FSDPC_OK && status != FSDPC_ERR_INTERRUPT)
@@ -204,15 +206,15 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
     return FSDPC_OK;
 }
 
-/* Call before a new epoch. If all ranks refused the interrupted epoch because weights changed under
- * unshard(), that is not an error. */
+/* Call before a new epoch. It is not an error if all ranks refused the interrupted epoch because
+ * weights changed under unshard(). */
 static fsdpc_status complete_interrupted(fsdpc_root *root)
 {
     fsdpc_status status = complete(root, root->units[0]);
     return status == FSDPC_ERR_STATE ? FSDPC_OK : status;
 }
 
-/* Fails inside another model's capture, since a graph contains the step of a single model. */
+/* Fails inside another model's capture, since a graph contains the step of only one model. */
 static fsdpc_status check_capture(const fsdpc_root *root)
 {
     if (!root->device->capturing || root->captured)

@@ -1,8 +1,8 @@
 /* The pool of reduce buffers.
  *
  * Kernels write gradients directly into an open buffer, in the unit's reduce dtype, with each
- * parameter at its offset among the unsharded parameters. Posting a reduction is therefore one call
- * over the bands. Parts that no kernel wrote (unused or frozen parameters) are zeroed first,
+ * parameter at its offset among the unsharded parameters. A single call over the bands therefore
+ * posts a reduction. Parts that no kernel wrote (unused or frozen parameters) are zeroed first,
  * because the peers read the whole buffer. Padding is not cleared; it is reduced into the shard's
  * padding, which is never read.
  *
@@ -16,13 +16,13 @@
  *
  * On a single rank the shard has the same layout as the unsharded parameters, so a reduction would
  * be a plain copy. That copy took 1 % of a LLaMA 1B step on an H200. Kernels therefore write into
- * the shard, unless it already holds gradients, or the sums are scaled, not synchronised yet or of
- * a different dtype. A single rank therefore creates a buffer on first use, and most runs never
- * need one.
+ * the shard, unless it already holds gradients, or the sums are scaled, not yet synchronised, or
+ * have a different dtype. A single rank therefore creates a buffer on first use, and most runs
+ * never need one.
  *
  * Partials (for meshes with replicas) are paired with buffers: each pooled buffer has a pooled
- * partial, and a unit's own buffer has its own. A unit that postpones its all-reduce also has its
- * own partial.
+ * partial, and a unit's own buffer has its own partial. A unit that postpones its all-reduce also
+ * has its own partial.
  */
 #include "engine/fill.h"
 
@@ -35,7 +35,7 @@ static bool has_partials(const fsdpc_root *root)
     return root->replicate && fsdpc_plan_has_partials(root->replicate->size, root->comm->size);
 }
 
-/* Returns whether a unit has outgrown its buffers, because a frozen group became trainable. */
+/* Returns whether a buffer is missing, or too small because a frozen group has become trainable. */
 static bool is_too_small(const fsdpc_buffer *buffer, size_t bytes)
 {
     return !buffer || buffer->bytes < bytes;

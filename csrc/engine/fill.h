@@ -1,9 +1,9 @@
-/* Fills reduce buffers. Only reduce.c uses this file, except to drop buffers.
+/* Fills reduce buffers. Only reduce.c uses this file, except for the functions that drop buffers.
  *
  * A unit takes a buffer at its first gradient and returns it when its reduction is complete and all
  * peers have read it. Two pooled buffers serve units that close during backward. A unit gets its
  * own buffer if open units are filling both pooled ones, or if it keeps gradients over several
- * backwards. A rank thus never waits for a buffer while it holds another.
+ * backwards. A rank therefore never waits for a buffer while it holds another.
  *
  * A single rank needs no buffer unless gradients are added to earlier ones: kernels write directly
  * into the shard.
@@ -13,7 +13,7 @@
 
 #include "engine/root_internal.h"
 
-/* Call when a root is created, with the same `encloses`. */
+/* Call when a root is created, with the `encloses` array passed to fsdpc_unsharded_create. */
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
 /* Returns the pooled buffer that a unit without an open buffer would fill, or -1 if it would fill
@@ -28,14 +28,14 @@ fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);
  * for this. */
 bool fsdpc_fill_suits_shard(const fsdpc_unit *unit);
 void fsdpc_fill_take_shard(fsdpc_unit *unit);
-/* Frees the shard for other uses by moving half-filled contents to the unit's own buffer. */
+/* Frees the shard for other uses by moving its half-filled contents to the unit's own buffer. */
 fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit);
 static inline bool fsdpc_fill_is_in_shard(const fsdpc_unit *unit)
 {
     return unit->buffer == &unit->shard;
 }
-/* Zeroes the parts that no kernel wrote and records the written ones as gradients. The reduction
- * then owns the buffer. */
+/* Zeroes the parts that no kernel wrote, and marks the written parameters as having gradients. The
+ * reduction then owns the buffer. */
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);
 void fsdpc_fill_released(fsdpc_unit *unit); /* its reduction has read it */
 void fsdpc_fill_drop(fsdpc_unit *unit);     /* discards a half-filled buffer */

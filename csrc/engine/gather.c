@@ -1,11 +1,11 @@
-/* Gathers a unit with one operation per group, which also checks that all ranks post the same. If
- * ranks share a parameter buffer, the operation copies nothing; otherwise it collects all ranks'
- * slices in the unit's unsharded parameters (unsharded.h).
+/* Gathers a unit with one operation per group, each of which also checks that all ranks have posted
+ * the same one. If ranks share a parameter buffer, the operation copies nothing; otherwise it
+ * collects all ranks' slices into the unit's unsharded parameters (unsharded.h).
  *
- * Copy-in writes this rank's slices of the unsharded parameters from its masters, by a cast or a
- * copy. It is legal only after all ranks have arrived in an epoch and before this rank reports its
- * copy-in (epoch.h). After an optimizer's step, a rank may copy in until it posts the next gather,
- * which then waits for all ranks.
+ * Copy-in writes this rank's slices of the unsharded parameters from its masters, either casting or
+ * copying them. Copy-in is legal only after all ranks have arrived in an epoch and before this rank
+ * reports its copy-in (epoch.h). After an optimizer's step, a rank may copy in until it posts the
+ * next gather, which then waits for all ranks.
  */
 #include "engine/gather.h"
 

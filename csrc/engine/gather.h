@@ -10,8 +10,8 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, 
 /* Writes this rank's slices of a unit's unsharded parameters from its masters. */
 fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit);
 
-/* Sets *equal_io to false, ordered on the main stream, if the masters differ from the parameter
- * buffer. Unless `equal_io` is in device memory, the host waits for the result. */
+/* Sets *equal_io to false, in main-stream order, if the masters differ from the parameter buffer.
+ * Unless `equal_io` is in device memory, the host waits for the result. */
 fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io);
 
 #endif

@@ -1,5 +1,5 @@
-/* Only ranks that compute on CPUs keep gradients in files. Their main stream is the caller itself,
- * so all earlier work is complete here.
+/* Only ranks that compute on CPUs keep gradients in files. Their main stream runs in the calling
+ * thread, so all earlier work is already complete.
  *
  * A pending step may have updated the unit without using all of its gradients, and the step's pass
  * may still be reading the unused ones. The unit is therefore removed from the pass before its

@@ -1,6 +1,6 @@
 /* Manages the contents of gradient shards, from the reductions that write them to zero_grad.
  *
- * Zeroing touches no memory: it only marks the shards as empty, and the result of a reduction in
+ * Zeroing touches no memory: it only marks the shards as empty, and the results of reductions in
  * flight as unwanted. A pending step's parameters and scale are already fixed, so gradients may be
  * zeroed before it ends. Code that reads or writes shards advances the step first.
  */

@@ -1,7 +1,7 @@
-/* A unit's gradient shards: whether they have contents, and their pending factor.
+/* Tracks a unit's gradient shards: whether they have contents, and their pending factor.
  *
  * Reductions write them (reduce.h). Reading a gradient first folds its micro-steps together and
- * applies the factor left by clipping; optimizers apply that factor as they read.
+ * applies the factor left by clipping; optimizers instead apply that factor as they read.
  */
 #ifndef FSDPC_ENGINE_GRADS_H
 #define FSDPC_ENGINE_GRADS_H
@@ -35,10 +35,10 @@ fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *pa
 
 /* ---- Gradients that a frontend keeps for its users ---- */
 
-/* Takes over gradients that users have changed. The frontend writes users' values into the rows,
+/* Adopts gradients that users have changed. The frontend writes users' values into the rows,
  * between take_begin and one take_grad per parameter. `given` false: it has no value. It announces
- * each write first, so that the pending factor is applied to the existing rows and not to the new
- * values. */
+ * each write in advance, so that the pending factor is applied to the existing rows and not to the
+ * new values. */
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_take_write(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given);
@@ -48,10 +48,10 @@ fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given);
 fsdpc_status fsdpc_unit_give_begin(fsdpc_unit *unit, bool *any_out);
 bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param);
 
-/* Returns whether there are gradients, all were handed out, and none will be added. */
+/* Returns whether gradients exist, all of them have been handed out, and none will be added. */
 bool fsdpc_unit_gave_all(const fsdpc_unit *unit);
 
-/* Returns whether the shards are empty, and nothing is about to write or read them. */
+/* Returns whether the shards are empty and nothing is about to read or write them. */
 bool fsdpc_unit_grads_rest(const fsdpc_unit *unit);
 
 #endif

@@ -2,20 +2,20 @@
  *
  * Why bands. FSDP2 pads every parameter to a multiple of the rank count, which inflates small
  * parameters many times over at large world sizes. A flat buffer that is cut at arbitrary positions
- * splits rows, so optimizers and checkpoints need a planner. Parameters with rows of equal length,
- * placed end to end, can be cut at any row. A band is therefore padded by less than one row per
- * rank, regardless of how many parameters it contains. A rank's shard of each parameter is a run of
- * whole rows.
+ * splits rows, so optimizers and checkpoints need a planner. Parameters whose rows have equal
+ * length can be placed end to end and cut at any row. A band is therefore padded by less than one
+ * row per rank, regardless of how many parameters it contains. A rank's shard of each parameter is
+ * a run of whole rows.
  *
- * Some rows are so long that even a band wastes more than 1 % of the unit and 65,536 elements
+ * Some rows are so long that even a band wastes more than both 1 % of the unit and 65,536 elements
  * (fused three-dimensional experts, convolutions over many ranks). In such a band, parameters with
- * three or more dimensions are cut between rows of dim 1, if the length of these is a multiple of
- * 256. Otherwise they are cut into chunks of 256 elements, the blocks of 8-bit codes. The rule uses
- * only shapes, so every rank makes the same decision.
+ * three or more dimensions are cut between rows of dim 1, if the length of these rows is a multiple
+ * of 256. Otherwise they are cut into chunks of 256 elements, the block size of 8-bit codes. The
+ * rule uses only shapes, so every rank makes the same decision.
  *
- * A 1-D parameter has rows of one element, so it is cut at the same positions as by torch.chunk.
- * Alignment gaps count as padding, as does the unused end of a slice. Shards and unsharded
- * parameters include the padding, but its contents never reach a parameter.
+ * A 1-D parameter has rows of one element, so it is cut where torch.chunk would cut it. Alignment
+ * gaps count as padding, as does the unused end of a slice. Shards and unsharded parameters include
+ * the padding, but its contents never affect a parameter.
  */
 #include "engine/layout.h"
 
@@ -35,7 +35,7 @@ static size_t gcd(size_t a, size_t b)
     return a;
 }
 
-/* Returns the number of rows between allowed parameter starts in a band of this row length. */
+/* Returns how many rows apart parameters may begin in a band with this row length. */
 static size_t start_rows(size_t row)
 {
     return FSDPC_LAYOUT_ALIGN / gcd(row, FSDPC_LAYOUT_ALIGN);
@@ -63,8 +63,8 @@ static size_t finer_row_of(const fsdpc_place *place)
 }
 
 /* The result depends only on the shape because norms must not depend on the number of ranks. Rows
- * may be refined at some world sizes and not at others, so a leaf divides both the row and the
- * chunk. */
+ * may be refined at some world sizes and not at others, so the leaf size divides both the row
+ * length and the chunk size. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape)
 {
     size_t row = row_of(ndim, shape);
@@ -186,7 +186,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
     group->n_bands++;
 }
 
-/* Adds the groups of the frozen parameters, or of the trainable ones. */
+/* Adds the groups for either the frozen or the trainable parameters. */
 static fsdpc_status add_groups(fsdpc_layout *layout, const fsdpc_param_spec *specs, bool frozen)
 {
     int first = layout->n_groups;

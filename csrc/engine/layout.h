@@ -1,8 +1,8 @@
 /* The layout of a unit: the position of each parameter, and the rows that each rank owns.
  *
  * It is pure data, computed only from names, shapes, dtypes and the number of ranks. It is the
- * same on every rank, and immutable. Offsets and lengths are in elements, so the same numbers
- * apply to master, parameter buffer and reduce buffer, regardless of dtype.
+ * same on every rank, and immutable. Offsets and lengths are in elements, so the same numbers apply
+ * to masters, parameter buffers and reduce buffers, regardless of dtype.
  *
  * A flat group contains either the trainable or the frozen parameters of one original dtype;
  * trainable groups come first. A group's parameters of equal row length form a band. They are
@@ -12,7 +12,8 @@
  * of its bands; a shard is this rank's slices of them, in the same order. In both, each band begins
  * at a multiple of 64 elements.
  *
- * A row is the elements at one index of dim 0; a row of a 0-D or 1-D parameter is one element.
+ * A row consists of the elements at one index of dim 0; for a 0-D or 1-D parameter, it is a single
+ * element.
  */
 #ifndef FSDPC_ENGINE_LAYOUT_H
 #define FSDPC_ENGINE_LAYOUT_H
@@ -41,8 +42,8 @@ typedef struct fsdpc_place {
     size_t numel;
     size_t row_numel; /* never split by a cut */
     /* The number of elements that a norm sums at a time, usually 64, which is the same at every
-     * world size. If the row length is not a multiple of 64, this is the row length (1 for 1-D), or
-     * gcd(row, 64) with three or more dimensions. */
+     * world size. If the row length is not a multiple of 64, this is the row length (1 for 1-D) or,
+     * with three or more dimensions, gcd(row, 64). */
     size_t leaf_numel;
     int group, band;         /* band within the group */
     size_t unsharded_offset; /* among the group's unsharded parameters */
@@ -85,7 +86,7 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
                                  const fsdpc_layout_options *options, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
 
-/* Returns how many elements a norm sums at a time in a tensor of this shape, sharded or not; see
+/* Returns how many elements of a tensor of this shape, sharded or not, a norm sums at a time; see
  * leaf_numel. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape);
 
@@ -97,8 +98,8 @@ static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
     return band->owner < 0 || band->owner == rank;
 }
 
-/* Returns the position among the unsharded parameters of the element at `shard_offset` in a rank's
- * shard, within `band`. */
+/* Returns the position, among the unsharded parameters, of the element at `shard_offset` in a
+ * rank's shard, which is in `band`. */
 static inline size_t fsdpc_slice_unsharded(const fsdpc_slice *band, int rank, size_t shard_offset)
 {
     size_t begin = band->owner < 0 ? band->unsharded_offset + (size_t)rank * band->numel

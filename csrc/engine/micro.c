@@ -1,22 +1,23 @@
 /* The sums form a stack, highest first: heights[0] is the height of the gradient shard, heights[k]
- * that of sums[k - 1]. A sum of height h covers 2^h leaves. The heights are the set bits of the
- * number of leaves so far, so they also determine the next leaf's position in the tree.
+ * that of sums[k - 1]. A sum of height h covers 2^h leaves. The heights are the positions of the
+ * set bits in the number of leaves so far, so they also determine the next leaf's position in the
+ * tree.
  *
  * If a run's sum has the same height as the top of the stack, the reduction itself adds the run to
- * the top. A new level is thus opened only below higher ones; each further merge is one pass over a
- * shard. If a reduction leaves a single sum, that pass runs after the reduction. If it leaves
- * several, the next run may merge with the result, so the passes are part of the operation's list
- * of sums. Levels are allocated when first needed and kept, because every step needs the same ones.
+ * it. A new level is therefore opened only below higher ones, and each further merge takes one pass
+ * over a shard. If a reduction leaves a single sum, that pass runs after the reduction. If it
+ * leaves several, the next run may merge with the result, so the passes are part of the operation's
+ * list of sums. Levels are allocated when first needed and kept, because every step needs the same
+ * ones.
  *
- * The procedure is simpler if all ranks of a micro-step count as a single leaf. They do if their
- * number is a power of two, which does not change any bits, or if their contributions cannot be
- * separated.
+ * It is simpler if all ranks of a micro-step count as a single leaf. They do if their number is a
+ * power of two, which changes no bits, or if their contributions cannot be separated.
  *
- * A gradient shard that was folded and divided is no longer a node of a tree. Its height is then
- * FSDPC_MICRO_CLOSED, which differs from all others, and the next tree begins above it.
+ * A gradient shard that has been folded and divided ceases to be a tree node. Its height is then
+ * FSDPC_MICRO_CLOSED, which differs from every other height, and the next tree begins above it.
  *
- * A posted reduction's target is already chosen, so the next post waits for it (reduce.c): a unit
- * has only one reduction in flight.
+ * A reduction's target is chosen when it is posted, so the next post waits for it (reduce.c): a
+ * unit has at most one reduction in flight.
  */
 #include "engine/micro.h"
 
@@ -72,14 +73,15 @@ static uint64_t leaves_in(const fsdpc_micro_sums *stack)
     return leaves;
 }
 
-/* One addition in a micro-step: leaves to a level, or one level to another. */
+/* One addition in a micro-step: adds leaves to a level, or one level to another. */
 typedef struct act {
     int n_leaves; /* 0: the level `from` is added */
     int to, from;
     bool accumulate;
 } act;
 
-/* Gets the next act of a micro-step with `left` leaves to come; returns false if there is none. */
+/* Gets the next act of a micro-step that has `left` leaves remaining; returns false if there is
+ * none. */
 static bool next_act(fsdpc_micro_sums *stack, int *left, act *out)
 {
     int *heights = stack->heights, top = stack->n - 1;
@@ -202,8 +204,8 @@ static fsdpc_status list_sums(fsdpc_unit *unit, const act *acts, int n)
     return FSDPC_OK;
 }
 
-/* Returns the fold's scale. Dividing by a power of two is exact, so reductions do that. For any
- * other divisor, the sums stay undivided until the fold. */
+/* Returns the fold's scale. Division by a power of two is exact, so the reductions do it
+ * themselves. For any other divisor, the sums are not divided until the fold. */
 static double fold_scale_of(const fsdpc_unit *unit)
 {
     int exponent;
@@ -247,7 +249,7 @@ void fsdpc_micro_target(const fsdpc_unit *unit, const fsdpc_unit_group *group, f
     op->round_dtype = group->grad_dtype;
 }
 
-/* Adds level k to level k - 1. */
+/* Adds a level's sum to the level above it. */
 static fsdpc_status merge(const fsdpc_unit *unit, int level)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
@@ -297,7 +299,7 @@ fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)
 
 /* ---- The fold ---- */
 
-/* Makes the bottom sum the gradient, or adds it to the previously folded sum. */
+/* Turns the bottom sum into the gradient, or adds it to the previously folded sum. */
 static fsdpc_status finish(const fsdpc_unit *unit, int bottom)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

@@ -1,10 +1,10 @@
-/* One interface to exact sums and maxima, on any device.
+/* A common interface to exact sums and maxima, on any device.
  *
  * The maximum is stored as its bit pattern. An empty norm is therefore all zeros for both kinds,
  * and an integer all-reduce works for both. Unused words stay zero.
  *
  * A norm can be scaled only by powers of two (ops/flat_norm_rules_body.h). With other factors,
- * libm's pow does not guarantee that scaling the argument scales the result exactly.
+ * libm's pow does not guarantee that scaling its argument scales the result exactly.
  */
 #include "engine/norm.h"
 

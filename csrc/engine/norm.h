@@ -1,12 +1,12 @@
-/* A p-norm: how it is accumulated over tensors and ranks, and how its value is read.
+/* Defines a p-norm: how it is accumulated over tensors and ranks, and how its value is read.
  *
- * For finite p above 0 it is an exact sum of |x|^p over leaves (ops/exact_sum.h), whose bits do not
- * depend on cuts or order. For p = INFINITY, it is the largest |x| as the bits of a double, which
- * sort correctly as integers, with NaN above infinity. In both cases it is an array of
+ * For finite p above 0, it is an exact sum of |x|^p over leaves (ops/exact_sum.h); its bits do not
+ * depend on cuts or order. For p = INFINITY, it is the largest |x|, stored as the bits of a double,
+ * which sort correctly as integers, with NaN above infinity. In both cases it is an array of
  * FSDPC_NORM_WORDS integers, initially zero. Ranks combine many norms with one integer all-reduce.
  *
- * Norms are in the memory of the device whose gradients they measure, so that adding, joining and
- * combining them does not wait; only fsdpc_norm_read does.
+ * Norms are in the memory of the device that holds the gradients, so that adding, joining and
+ * combining them never waits; only fsdpc_norm_read does.
  *
  * A power that fp64 cannot represent becomes infinity or 0: norms with a large p need elements near
  * 1.
@@ -35,7 +35,7 @@ void fsdpc_norm_scratch_fini(fsdpc_norm_scratch *scratch);
 
 /* -- on a stream ------------------------------------------------------------------------------- */
 
-/* Adds elements, the first of which begins a leaf (layout.h). */
+/* Adds elements, the first of which must begin a leaf (layout.h). */
 fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dtype dtype,
                             size_t numel, size_t leaf, fsdpc_stream *stream);
 
@@ -43,7 +43,8 @@ fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dty
  * 1, 2 or INFINITY. */
 bool fsdpc_norm_can_scale(double p, double factor);
 
-/* Adds `from` as if its elements were multiplied by `factor`, which is 1 or satisfies can_scale. */
+/* Adds `from` as if its elements were multiplied by `factor`, which must be 1 or satisfy
+ * can_scale. */
 fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p, double factor,
                              fsdpc_stream *stream);
 

@@ -1,4 +1,4 @@
-/* An optimizer's data: parameters in groups, hyper-parameters, states.
+/* An optimizer's data: parameters in groups, hyper-parameters and states.
  *
  * For each unit, it stores the group and step count of every parameter, and one state buffer per
  * flat group and state. A buffer is as large as the shard and is created before the first step that
@@ -227,7 +227,7 @@ static fsdpc_status find_states(const fsdpc_optim *optim, const fsdpc_unit *unit
     return FSDPC_OK;
 }
 
-/* Does the same once any pending step has produced them. */
+/* Like find_states, but first ends any pending step. */
 static fsdpc_status open_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                 unit_states **out)
 {

@@ -7,8 +7,9 @@
  * updated as one run. ops/flat_step.h defines the steps.
  *
  * The first step creates only the states that the hyper-parameters require: none for SGD without
- * momentum, three for amsgrad. States are fp64 for fp64 parameters, otherwise fp32, or bf16 rounded
- * stochastically by (seed, parameter, step, element), independently of the number of ranks.
+ * momentum, three for amsgrad. States are fp64 for fp64 parameters and otherwise fp32 or, if
+ * requested, bf16 with stochastic rounding by (seed, parameter, step, element), independent of the
+ * number of ranks.
  *
  * As in PyTorch, a parameter without a gradient is skipped: its unit was not reduced since
  * zero_grad, or it is frozen. step() is collective over the ranks of the units' roots.
@@ -41,9 +42,9 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim);
 /* -- parameters outside of units
  * ---------------------------------------------------------------- */
 
-/* Returns a number for a parameter outside of units. All parameters, including those in units, are
- * numbered in the order in which they are added. A model's states are therefore rounded identically
- * whether or not the model is sharded. */
+/* Returns the next number, for a parameter outside of units. All parameters, including those in
+ * units, are numbered in the order in which they are added. A model's states are therefore rounded
+ * identically whether or not the model is sharded. */
 uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 
 /* Fills in the optimizer's values (kind, seed, hyper-parameters of `group`) and runs the step. */
@@ -54,8 +55,8 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
 
 typedef struct fsdpc_optim_graph fsdpc_optim_graph; /* optim_graph.h */
 
-/* Captures subsequent steps. Call it before the device's capture. Waits only to create missing
- * states. All units must belong to the root. */
+/* Captures subsequent steps. Call it before the device's capture. Waits only if it must create
+ * missing states. All units must belong to the root. */
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
                                        fsdpc_optim_graph **out);
 /* -- states ------------------------------------------------------------------------------------ */
@@ -77,8 +78,8 @@ fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit,
 fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                     int64_t *out);
 
-/* A count of 0 resets the parameter to its initial condition, with zero states. Any other count
- * declares that the states are the result of that many steps. */
+/* A count of 0 resets the parameter to its initial state, with zeroed optimizer states. Any other
+ * count declares that the states are the result of that many steps. */
 fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                         int64_t steps);
 

@@ -3,9 +3,9 @@
  * A captured call refers to its slot by address. The optimizer owns the slots' memory and allocates
  * it at its first step. All of its graphs share that memory, and each writes its own slots before
  * being launched. Before a launch, the host computes the scalars of all slots as in an eager step
- * and uploads them in a single copy. The capture joined calls into runs by their step counts.
- * Replays increase all counts together, so the runs stay valid unless the user changes single
- * counts, which is an error.
+ * and uploads them in a single copy. During the capture, parameters with equal step counts were
+ * joined into runs. Replays increase all counts together, so the runs stay valid unless the user
+ * changes individual counts, which is an error.
  *
  * There is one slot per parameter, which is always enough.
  */
@@ -27,7 +27,7 @@ struct fsdpc_optim_graph {
     slot *slots;
     size_t n_slots, capacity;
     fsdpc_step_scalars *scalars; /* the slots' scalars, on the host */
-    /* Indexed by parameter, over all units in sequence. */
+    /* Indexed by parameter, counted over all units. */
     int64_t *before; /* step counts at the beginning of the capture */
     int64_t *added;  /* steps per replay */
     size_t n_params;
@@ -206,7 +206,8 @@ fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep)
     return send_scalars(graph);
 }
 
-/* Checks that a step taken now would make the captured calls, apart from their scalars. */
+/* Checks that a step taken now would make the same calls as the captured one, apart from their
+ * scalars. */
 static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
 {
     const fsdpc_optim *optim = graph->optim;
@@ -223,7 +224,7 @@ static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
     return FSDPC_OK;
 }
 
-/* Finds how many steps each group has made since the capture; its parameters must agree. */
+/* Finds how many steps each group has taken since the capture; all of its parameters must agree. */
 static fsdpc_status find_shifts(fsdpc_optim_graph *graph)
 {
     fsdpc_optim *optim = graph->optim;

@@ -1,7 +1,7 @@
-/* Each element costs 4 bytes of gradient on the way down and a master on the way up, which the
- * device casts. The bus carries both directions at once, so casting on the CPU, to send 2 bytes
- * instead of 4, would save no time. States and masters stay on the host. If this rank's slices of
- * the parameter buffer are also in host memory, the step writes them in its pass and gathers copy
+/* For each element, 4 bytes of gradient are copied to the host and a master is copied back, which
+ * the device casts. The bus carries both directions at once, so casting on the CPU to send 2 bytes
+ * instead of 4 would save no time. States and masters stay on the host. If this rank's slices of
+ * the parameter buffer are also in host memory, the step writes them in its pass, and gathers copy
  * them to the device.
  *
  *     main      backward, norm, factor ─┬─ (step of A) ── copy-in A ── (step of B) ── copy-in B ──
@@ -9,16 +9,16 @@
  *     host                                  arrived ▲ step A ─────► step B ─────►
  *
  * A separate stream copies chunks into a ring in pinned memory, in the order in which the step uses
- * them. Each chunk's header contains the factor, so clipping does not wait. If gradients are in
- * host memory, the reductions have already written them there, and each group has one chunk that is
- * only a header.
+ * them. Each chunk's header contains the clipping factor, so clipping does not wait. If gradients
+ * are in host memory, the reductions have already written them there, and each group has a single
+ * chunk that contains only a header.
  *
- * The host waits for a chunk before using it in a step. By then main has finished all work before
- * the step, so the previous copy-in has stopped reading the masters. A ring entry is reused once
- * the host has stepped with its contents. When a step ends, all requested chunks have arrived, so
- * later writes of gradients cannot overtake a copy.
+ * The host waits for a chunk before using it in a step. By then the main stream has finished all
+ * work before the step, so the previous copy-in has stopped reading the masters. A ring entry is
+ * reused once the host has used its contents in a step. When a step ends, all requested chunks have
+ * arrived, so later writes of gradients cannot overtake a copy.
  *
- * If a step fails here, only part of the model is updated, as when data is in a file (optim.c).
+ * If a step fails here, only part of the model is updated, as with data in a file (optim.c).
  */
 #include "engine/optim_host.h"
 
@@ -182,7 +182,7 @@ fsdpc_status fsdpc_optim_host_begin(fsdpc_optim *optim)
     return host->failed;
 }
 
-/* Switches to the chunk that contains the element, and waits for it. */
+/* Switches to the chunk that contains element `at`, and waits for it. */
 static fsdpc_status move_to(const fsdpc_optim *optim, const unit_states *states, int group,
                             size_t at)
 {

@@ -1,8 +1,8 @@
-/* CPU steps for a remote device's units whose masters and states are in host memory.
+/* Steps units of a remote device on the CPU if their masters and states are in host memory.
  *
- * Gradients and the clipping factor are copied to the host one chunk at a time, ahead of use. After
- * the CPU step, the device copies in the masters from host memory. If a unit has only its masters
- * or only its states in host memory, it is stepped on the device like any other.
+ * Gradients and the clipping factor are copied to the host chunk by chunk, ahead of use. After the
+ * CPU step, the device copies in the masters from host memory. If a unit has only its masters or
+ * only its states in host memory, it is stepped on the device like any other.
  */
 #ifndef FSDPC_ENGINE_OPTIM_HOST_H
 #define FSDPC_ENGINE_OPTIM_HOST_H
@@ -14,7 +14,7 @@
 fsdpc_status fsdpc_optim_host_prepare(fsdpc_optim *optim);
 /* Starts copying the first gradients. */
 fsdpc_status fsdpc_optim_host_begin(fsdpc_optim *optim);
-/* Brings in the gradients and factor of a CPU-stepped unit, from element `at` of a group's shard;
+/* Makes a CPU-stepped unit's gradients and factor available from element `at` of a group's shard;
  * they are valid until the next call. Lowers *end_io to their end. */
 fsdpc_status fsdpc_optim_host_bring(const fsdpc_optim *optim, const unit_states *states, int group,
                                     size_t at, size_t *end_io, fsdpc_step_args *args);

@@ -76,12 +76,12 @@ static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_g
 
 unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit); /* NULL: none */
 
-/* Checks hyper-parameters and creates states; call before announcing anything to the peers. */
+/* Checks hyper-parameters and creates states; call before making any announcement to the peers. */
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
 
 /* Ends a pending step; call before changing anything that it uses. */
 fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim);
-/* Forgets a pending step that has ended, or failed. */
+/* Forgets a pending step that has ended or failed. */
 void fsdpc_optim_close_step(fsdpc_optim *optim);
 
 #endif

@@ -1,9 +1,9 @@
 /* A step updates a flat shard in runs, each with one call to a fused kernel.
  *
- * Every step joins parameters of a band into runs if they can be updated together. That costs
- * nanoseconds per parameter, and needs no bookkeeping when parameters are frozen or unfrozen. With
- * bf16 states, each run is a single parameter because the rounding's random bits depend on the
- * parameter's elements.
+ * Every step joins parameters of a band into runs wherever they can be updated together. Joining
+ * costs nanoseconds per parameter, and needs no bookkeeping when parameters are frozen or unfrozen.
+ * With bf16 states, each run is a single parameter, because the rounding's random bits depend on
+ * the parameter and on the element's index in it.
  *
  * The same pass writes the parameter buffer. This is safe because the step first opens an epoch on
  * every root: all ranks have arrived, so none is reading. A unit without a root (no forward has
@@ -15,12 +15,12 @@
  * Pending steps. The call decides what to step (parameters, scales, counts), opens an epoch and
  * steps the units in memory. Units in a file wait. The tier's threads read ahead while the program
  * continues, and each unit is stepped at its next gather, in the order of the pass. The unit's
- * slices are then copied in later, so that gather completes only when all ranks have posted it
- * (epoch.h). The calling thread does all this work without its peers, so it may do it at any time.
- * Code that uses masters or states first ends the whole step, which writes the updated values from
- * the ring to the file.
+ * slices are then copied in later, and its gather completes only when all ranks have posted it
+ * (epoch.h). The calling thread does all this work without involving its peers, so it may do it at
+ * any time. Code that uses masters or states first ends the whole step, which writes the updated
+ * values from the ring to the file.
  *
- * If a pending step fails, all later callers get the same error and the roots' communicators are
+ * If a pending step fails, all later callers get the same error, and the roots' communicators are
  * aborted.
  */
 #include "engine/optim.h"
@@ -37,14 +37,14 @@
 #include "engine/optim_host.h"
 #include "ops/flat_ops.h"
 
-/* A range of one band's slice that one kernel call updates. */
+/* The part of a band's slice that a single kernel call updates. */
 typedef struct run {
     int param; /* the first parameter, for group and step count */
     size_t begin, end;
     size_t first; /* begin, as an offset in that parameter */
 } run;
 
-/* Finds the address of element `at` of an array, and lowers *end to the end of the contiguous
+/* Finds the address of element `at` of an array, and lowers *end to the end of its contiguous
  * memory. */
 static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t element, size_t at,
                            size_t *end, void **out)
@@ -124,8 +124,8 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
            optim->state_dtype == FSDPC_F32;
 }
 
-/* A band's parameters are in declaration order, so the walk meets neighbours consecutively. Parts
- * of other bands in between must not end a run, so each band has its own walk. */
+/* A band's parameters are in declaration order, so the walk visits neighbours in sequence. Parts of
+ * other bands in between must not end a run, so each band is walked separately. */
 static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *states, int flat_group,
                               int band)
 {
@@ -173,7 +173,7 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     return FSDPC_OK;
 }
 
-/* Calls fn on each root of the optimizer's units, once. */
+/* Calls fn once for each root of the optimizer's units. */
 static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc_root *))
 {
     for (int i = 0; i < optim->n_units; i++) {
@@ -259,7 +259,7 @@ static fsdpc_status abort_root(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* Ends a step that could update only part of the model, and stops all ranks. */
+/* Ends a step that may have updated only part of the model, and makes all ranks fail. */
 static fsdpc_status give_up(fsdpc_optim *optim, fsdpc_status status)
 {
     snprintf(optim->reason, sizeof optim->reason, "%s", fsdpc_last_error());
@@ -301,7 +301,7 @@ static fsdpc_status step_next(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
-/* A pass delivers rows in order, so earlier units are stepped too. */
+/* A pass delivers rows in order, so any earlier units are stepped too. */
 static fsdpc_status advance(fsdpc_pending *pending, const fsdpc_unit *unit)
 {
     fsdpc_optim *optim = optim_of(pending);
@@ -380,9 +380,9 @@ static bool lies_in_file(const fsdpc_unit *unit)
     return offload->tier && (offload->masters || offload->states || offload->gradients);
 }
 
-/* Decides which parameters are stepped, with what scale, and which units wait; later changes to the
- * gradients do not affect the decision. Units do not wait if other code has tensors on their
- * memory. */
+/* Decides which parameters are stepped, with which scale, and which units wait; later changes to
+ * the gradients do not affect the decision. A unit does not wait if other code has tensors that use
+ * its memory. */
 static fsdpc_status decide(fsdpc_optim *optim)
 {
     sort_units(optim);
@@ -407,7 +407,8 @@ static fsdpc_status decide(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
-/* Counts the step and steps the units that do not wait; call after all ranks have arrived. */
+/* Increments the step counts and steps the units that do not wait; call after all ranks have
+ * arrived. */
 static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
 {
     *waits_out = false;
@@ -447,7 +448,7 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
         return give_up(optim, files);
     if (status == FSDPC_OK && waits)
         status = leave_open(optim);
-    /* An announced epoch always gets its copy-in, since peers wait for it. */
+    /* Even after an error, an announced epoch reports its copy-in, since peers wait for it. */
     FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM_END, -1, 0, 0, 0);
     return status;

@@ -12,10 +12,10 @@
  * This file creates the events for arrows that begin at main. The communicator handles arrows that
  * begin at a collective, since it knows when an operation is on its stream (fsdpc_comm_order). Main
  * waits for collectives only when it needs the unsharded parameters or the sum, so compute overlaps
- * with both.
+ * with gathers and reductions.
  *
- * A gather waits only for its unit's own `released`, and for that of the unit that last used the
- * same slot (slots.h). It can therefore run while main computes with other units. `filled` is
+ * A gather waits only for its unit's own `released` event, and for that of the unit that last used
+ * the same slot (slots.h). It can therefore run while main computes with other units. `filled` is
  * recorded when a reduction is posted, after all of main's work on the buffer and the shard.
  */
 #include "engine/order.h"

@@ -2,7 +2,7 @@
  *
  * There are four streams: main, which computes, and one each for gathers, reductions and sums over
  * replicas. The host does not wait for any of them. A stream waits for an event before it reads
- * data that another stream wrote, or overwrites data that another stream read; order.c lists these
+ * data that another stream wrote, or overwrites data that another stream reads; order.c lists these
  * events.
  *
  * If the device is not remote, or a single rank's communicator runs everything on main, there is
@@ -14,7 +14,7 @@
 #include "engine/root_internal.h"
 
 fsdpc_status fsdpc_order_create(fsdpc_root *root); /* the units must know their root */
-/* Call before freeing memory that streams use: waits for them, or aborts their operations with
+/* Call before freeing memory that streams use; waits for them, or aborts their operations with
  * peers. */
 void fsdpc_order_destroy(fsdpc_root *root);
 
@@ -31,8 +31,8 @@ static inline fsdpc_status fsdpc_order_copied_in(fsdpc_root *root)
     return root->overlaps ? fsdpc_order_behind(root->device, root->copied_in, root->gather_stream)
                           : FSDPC_OK;
 }
-/* Call after main has filled a reduce buffer and has stopped using the gradient shard that will
- * receive the sums. */
+/* Call after main has filled a reduce buffer and stopped using the gradient shard that will receive
+ * the sums. */
 static inline fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 {
     return root->overlaps ? fsdpc_order_behind(root->device, root->filled, root->reduce_stream)
@@ -50,12 +50,12 @@ static inline fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
     const fsdpc_root *root = unit->root;
     return root->overlaps ? fsdpc_stream_wait(root->gather_stream, unit->released) : FSDPC_OK;
 }
-/* Makes every stream wait for main and records every event there. Each capture begins with this
- * call, to include the other streams. It also ends with this call, because events recorded in a
+/* Makes every stream wait for main and records every event there. Call it at the beginning of each
+ * capture, to include the other streams. Call it again at the end, because events recorded in a
  * capture are invalid outside it.
  */
 fsdpc_status fsdpc_order_fork(fsdpc_root *root);
-/* Call after launching a graph; only makes the other streams wait for main. */
+/* Call after launching a graph; makes only the other streams wait for main. */
 fsdpc_status fsdpc_order_follow(fsdpc_root *root);
 /* Makes main wait for all other streams. */
 fsdpc_status fsdpc_order_join(fsdpc_root *root);

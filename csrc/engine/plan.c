@@ -1,5 +1,5 @@
-/* Sizes of groups and arrays. Groups begin at page boundaries in the parameter buffer and the
- * reduce buffers, which allows pages to be protected, and at multiples of 64 bytes in partials.
+/* Sizes of groups and arrays. In the parameter buffer and the reduce buffers, groups begin at page
+ * boundaries, so that pages can be protected; in partials, they begin at multiples of 64 bytes.
  */
 #include "engine/plan.h"
 

@@ -18,8 +18,8 @@ typedef struct fsdpc_mesh {
     fsdpc_comm *replicate;
 } fsdpc_mesh;
 
-/* Which of a unit's arrays are in a file, and what fraction at the end of each (0 to 1), or which
- * are in a remote device's host memory. */
+/* Which of a unit's arrays are in a file, with the fraction (0 to 1) at the end of each that is
+ * offloaded, or in a remote device's host memory. */
 typedef struct fsdpc_offload {
     fsdpc_tier *tier; /* held by its extents; NULL while nothing is allocated yet, as in a plan */
     bool host;        /* no file; for params: this rank's slices, if a gather moves bytes */
@@ -48,7 +48,7 @@ static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)
     return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
 }
 
-/* Returns whether several shard groups have the same contents, each in its own memory. */
+/* Returns whether several shard groups have the same contents, each in separate memory. */
 static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
 {
     return mesh->replicate && mesh->replicate->size > 1;
@@ -104,7 +104,7 @@ static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dty
     return group->frozen && param_dtype == group->dtype && !offload->masters && !offload->params;
 }
 
-/* For CPU steps (optim_host.h): elements per chunk, and the number of chunks. */
+/* For CPU steps (optim_host.h): the number of elements per chunk, and the number of chunks. */
 enum { FSDPC_HOST_CHUNK = 1 << 20, FSDPC_HOST_CHUNKS = 4, FSDPC_HOST_HEAD_BYTES = 64 };
 
 static inline bool fsdpc_offload_steps_on_host(const fsdpc_offload *offload)

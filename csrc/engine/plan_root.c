@@ -14,7 +14,7 @@
 /* The stages of a reduction: the first reads a reduce buffer, the second a partial. */
 enum { FIRST, SECOND, N_STAGES };
 
-/* The sizes that a unit needs in shared memory. */
+/* The space that a unit needs in the memory shared by units. */
 typedef struct unit_sizes {
     size_t param_buffer, slices, buffer[N_STAGES];   /* bytes; a reduce buffer and a partial */
     int n_trained;                                   /* flat groups; at most one for each dtype */
@@ -166,8 +166,9 @@ static bool owns_buffer(const planner *p, int unit)
     return fsdpc_unit_owns_buffer(&p->units[unit].settings, p->units[unit].encloses);
 }
 
-/* Returns the memory that sums of a unit's flat group need in transit between hosts, if they are in
- * a buffer of this size. Each group in a buffer has its own reduction and its own memory for it. */
+/* Returns how many bytes a flat group's sums occupy in transit between hosts, if they are in a
+ * buffer of `buffer_bytes`. Each group in a buffer has its own reduction, which needs separate
+ * memory. */
 static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t buffer_bytes)
 {
     const unit_sizes *sizes = &p->sizes[unit];
@@ -234,7 +235,7 @@ static fsdpc_status plan_buffers(const planner *p)
     return FSDPC_OK;
 }
 
-/* Plans the sums of micro-steps beyond the first, which is in the gradient shard. */
+/* Plans the sums of micro-steps except the first sum, which is in the gradient shard. */
 static fsdpc_status plan_sums(const planner *p)
 {
     const fsdpc_root_options *options = p->options;

@@ -1,9 +1,9 @@
-/* The memory that a planned root will use on each rank, and the sizes of its messages.
+/* Plans the memory that a root will use on each rank, and the sizes of its messages.
  *
  * Nothing is created: no unit, communicator or device needs to exist. Each row is memory that the
  * engine will allocate. The engine uses the same functions (plan.h, slots.h, micro.h, comm_hosts.h)
- * to compute the allocation sizes. The caller adds rows up. The sums are the peaks of steps that
- * follow the recorded schedule and keep no gradients over several backwards (no_sync).
+ * to compute the allocation sizes. The caller adds rows up. The totals are peak sizes for steps
+ * that follow the recorded schedule and keep no gradients over several backwards (no_sync).
  */
 #ifndef FSDPC_ENGINE_PLAN_ROOT_H
 #define FSDPC_ENGINE_PLAN_ROOT_H
@@ -18,7 +18,7 @@ typedef struct fsdpc_plan_unit {
     bool encloses;                /* it is the root, or contains other units */
 } fsdpc_plan_unit;
 
-/* The hosts in one stage of a reduction, and the number of ranks on each. */
+/* The number of hosts in one stage of a reduction, and of ranks on each host. */
 typedef struct fsdpc_plan_hosts {
     int hosts, local_size;
 } fsdpc_plan_hosts;
@@ -44,7 +44,7 @@ typedef struct fsdpc_plan_row {
 
 typedef fsdpc_status (*fsdpc_plan_row_fn)(void *arg, const fsdpc_plan_row *row);
 
-/* Calls `take` with each row, in no particular order. */
+/* Calls `take` for each row, in no particular order. */
 fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
                              const fsdpc_root_options *options, fsdpc_plan_row_fn take, void *arg);
 

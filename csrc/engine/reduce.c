@@ -9,16 +9,16 @@
  * rounding. If the all-reduce is postponed, the sums stay in a partial, and the next reduce-scatter
  * adds to it.
  *
- * Ranks must post in the same order, across all their groups. A GPU runs the operations of several
- * communicators in post order, and two ranks with different orders would wait for each other. A
- * first stage completes at different times on different ranks. Second stages are therefore posted
- * at fixed points in the program: before the next reduction is posted, at the end of backward, and
- * before any wait for this reduction. At these points the rank waits for the first stage; in
- * between, polling for completed reductions posts nothing.
+ * All ranks must post reductions in the same order, across all of their groups. A GPU runs the
+ * operations of several communicators in post order, and two ranks with different orders would wait
+ * for each other. A first stage completes at different times on different ranks. Second stages are
+ * therefore posted at fixed points in the program: before the next reduction is posted, at the end
+ * of backward, and before any wait for this reduction. At these points the rank waits for the first
+ * stage; at other times, polling for completed reductions posts nothing.
  *
- * That costs no time on one host with pooled buffers. A whole unit's backward runs before the next
- * reduction is posted. If a first stage is not complete by then, a peer is that far behind. The
- * next unit's first gradient would wait for this reduction's buffer anyway.
+ * On one host with pooled buffers, that costs no time. A whole unit's backward runs before the next
+ * reduction is posted. If a first stage is not complete by then, some peer is a whole unit behind.
+ * The next unit's first gradient would wait for this reduction's buffer anyway.
  *
  * Between hosts, waiting that long would leave the network idle and delay two units' sums until
  * after the last unit. Between hosts, however, each group's messages reach their peers
@@ -213,7 +213,7 @@ static fsdpc_status wait_stage(fsdpc_unit *unit)
 }
 
 /* Posts the outstanding second stages in the order of their first stages, up to that of `last`, or
- * all of them if it is NULL. */
+ * all of them if `last` is NULL. */
 static fsdpc_status post_seconds(const fsdpc_root *root, const fsdpc_unit *last)
 {
     for (int r = 0; r < root->n_reducing; r++) {
@@ -316,7 +316,8 @@ static bool crosses_hosts(const fsdpc_comm *comm)
     return comm && comm->host_size < comm->size;
 }
 
-/* Also tests first stages that will have a second stage, because testing lets them progress. */
+/* Also tests first stages that will have a second stage, because testing lets them make
+ * progress. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
     if (fsdpc_comm_orders(root->reduce_comm)) /* the device orders first stages, so no wait is

@@ -11,18 +11,17 @@
 #include "engine/root_internal.h"
 
 /* Opens a buffer to fill, once the reductions that read it are complete; does nothing if one is
- * open. */
+ * already open. */
 fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit);
 fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit); /* posts the filled buffer, if any */
 /* Posts the remaining second stages in the order of their first stages, waiting for each first
  * stage. */
 fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root);
 /* Finishes the reductions that are already complete, without waiting. Posts second stages only if
- * the communicator orders streams, so that they need no wait, or if replicas are on several
- * hosts. */
+ * the communicator orders streams (they then need no wait), or if replicas are on several hosts. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root);
-/* Does the same if ranks are on several hosts, where each rank must forward sums; cheap enough to
- * call for each gradient. */
+/* Like fsdpc_reduce_progress, but only if ranks are on several hosts, where each rank must forward
+ * sums; cheap enough to call for each gradient. */
 fsdpc_status fsdpc_reduce_carry_on(fsdpc_root *root);
 fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root);

@@ -1,5 +1,5 @@
 /* The parameter buffer contains the unsharded parameters of all units end to end, each group on a
- * page boundary. If a gather moves bytes, the parameter buffer only defines these offsets
+ * page boundary. If gathers move bytes, the parameter buffer only defines these offsets
  * (unsharded.h). Reduce buffers are sized for the largest unit that uses them.
  */
 #include "engine/root_internal.h"
@@ -149,9 +149,9 @@ static void disown_unit(fsdpc_unit *unit)
         unit->groups[g].param_buffer_offset -= offset;
 }
 
-/* An operation in flight refers to memory that is about to be freed. On a single rank, it finishes
- * when its streams do. Otherwise the peers may never post it, so the communicator is shut down
- * along with the operation. */
+/* An operation in flight refers to memory that is about to be freed. On a single rank, the
+ * operation finishes when its streams do. Otherwise the peers may never post it, so the
+ * communicator is shut down along with the operation. */
 static void abandon_work(fsdpc_work *work)
 {
     fsdpc_comm *comm = work->comm;

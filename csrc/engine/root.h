@@ -22,20 +22,20 @@ const fsdpc_unit *fsdpc_root_outermost(const fsdpc_root *root);
 bool fsdpc_root_in_backward(const fsdpc_root *root);
 int fsdpc_root_forward_depth(const fsdpc_root *root); /* nesting depth of its units' forwards */
 
-/* Returns how many units ahead the root gathers. */
+/* Returns how many units the root gathers ahead. */
 int fsdpc_root_prefetch(const fsdpc_root *root);
 void fsdpc_root_set_prefetch(fsdpc_root *root, int distance);
 
 /* Sets whether the end of backward waits for reductions; returns the previous value. */
 bool fsdpc_root_set_last_backward(fsdpc_root *root, bool last);
 
-/* One use of a unit, as recorded for prefetching. */
+/* A single use of a unit, as recorded for prefetching. */
 typedef struct fsdpc_exec_entry {
     int unit;
     bool backward;
 } fsdpc_exec_entry;
 
-/* One action of the engine on a unit, in execution order. */
+/* A single action of the engine on a unit, in execution order. */
 typedef struct fsdpc_act {
     int unit;
     fsdpc_trace_kind kind;

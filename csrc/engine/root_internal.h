@@ -5,8 +5,8 @@
 #include "engine/root.h"
 #include "engine/unit_internal.h"
 
-/* How far the last epoch got. Ctrl-C may interrupt the wait in any stage. The next epoch then
- * begins by completing the interrupted one as announced, because the peers rely on it. */
+/* The stage that the last epoch reached. Ctrl-C may interrupt the wait in any stage. The next epoch
+ * then begins by completing the interrupted one as announced, because the peers rely on it. */
 typedef enum fsdpc_epoch_progress {
     FSDPC_EPOCH_AT_IDLE,
     FSDPC_EPOCH_AT_ARRIVED,   /* announced; waits for all arrivals */

@@ -6,16 +6,17 @@
  *     post_backward  reduce, reshard
  *
  * Everything happens on demand: a unit is gathered when it is needed, so any order of calls is
- * correct if all ranks make the same calls. The execution order only adds gathers ahead of demand.
+ * correct if all ranks make the same calls. The execution order only allows units to be gathered
+ * ahead of demand.
  *
- * The execution order. The first step with gradients records each (unit, phase) in order. While
- * later steps repeat it, the next `prefetch` entries are gathered before the current unit computes.
- * At the first entry that differs, the execution order is cut off and the remainder of the step is
- * recorded again. A permanent switch to another branch therefore costs one on-demand step; taking a
- * branch just once costs two.
+ * The execution order. The first step with gradients records each (unit, phase) in order. As long
+ * as later steps repeat this order, the next `prefetch` entries are gathered before the current
+ * unit computes. At the first entry that differs, the execution order is cut off and the remainder
+ * of the step is recorded again. A permanent switch to another branch therefore costs one on-demand
+ * step; taking a branch just once costs two.
  *
  * Only post_backward releases weights; the arrival of all gradients does not. A frozen layer after
- * the last trainable one still needs its weight for the gradient of its input.
+ * the last trainable one still needs its weight to compute the gradient of its input.
  *
  * A gradient may arrive after its unit's reduction was posted (if a unit is used twice); it opens
  * another reduction, which adds to the first. Buffers that are still open at the end of backward
@@ -23,7 +24,7 @@
  *
  * Rank-dependent units (such as experts that no data on some ranks selects) take part even if they
  * did not run. All of them are gathered when an epoch begins and stay unsharded until the next; the
- * execution order omits them. Their gradients, zeros if there are none, are reduced at the end of
+ * execution order omits them. Their gradients (zeros if they have none) are reduced at the end of
  * backward.
  *
  * A forward inside backward is a recomputation (activation checkpointing): it begins no epoch and
@@ -94,15 +95,15 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(exec_order, entry);
 }
 
-/* If ranks share a parameter buffer, a gather ahead moves no bytes; if slices are copied in later,
- * it would wait for steps that can overlap with compute. */
+/* If ranks share a parameter buffer, gathering ahead moves no bytes; if slices are copied in later,
+ * it would also wait for steps that can overlap with compute. */
 static bool comes_too_early(const fsdpc_unit *unit)
 {
     const fsdpc_comm *comm = unit->root->comm;
     return unit->copy_in_later && comm->host_size == comm->size;
 }
 
-/* Gathers ahead the units that the user chose, or otherwise those that come next in the execution
+/* Gathers ahead the units that the user chose or, by default, those that come next in the execution
  * order. */
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
@@ -129,7 +130,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     return FSDPC_OK;
 }
 
-/* Gathers the units that any rank may need, on all ranks; call when an epoch has begun. */
+/* On every rank, gathers the units that any rank may need; call when an epoch has begun. */
 static fsdpc_status gather_rank_dependent(fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
@@ -225,8 +226,8 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
     return FSDPC_OK;
 }
 
-/* Returns whether filled gradients are reduced at the end of this backward, rather than staying in
- * the buffer. */
+/* Returns whether filled gradients are reduced at the end of this backward or stay in the
+ * buffer. */
 static bool reduces_now(const fsdpc_unit *unit)
 {
     const fsdpc_root *root = unit->root;
@@ -388,8 +389,8 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Also drops gradients that this backward has reduced, unless they were added to earlier ones.
- * Other units have no gradients to drop; which units do may differ between ranks. */
+/* Also drops gradients that this backward has reduced, unless it added them to earlier ones. The
+ * other units have none to drop; which units have gradients may differ between ranks. */
 static void drop_backward(fsdpc_root *root)
 {
     fsdpc_fill_drop_failed(root);

@@ -2,16 +2,16 @@
  *
  *     pre_forward  post_forward  pre_backward  post_backward  grad_target  backward_end
  *
- * Both frontends call these through call.h, and add gradients. Only the schedule decides when a
- * unit is gathered, resharded and reduced. The first step runs on demand and is recorded; later
- * steps follow the execution order and gather `prefetch` units ahead, in forward and in backward.
- * A step that departs from the execution order falls back to gathering on demand, stays correct,
- * and is recorded again.
+ * Both frontends call these functions through call.h, and add the gradients themselves. Only the
+ * schedule decides when a unit is gathered, resharded and reduced. The first step gathers on demand
+ * and is recorded; later steps follow the execution order and gather `prefetch` units ahead, in
+ * forward and in backward. A step that departs from the execution order falls back to gathering on
+ * demand, stays correct, and is recorded again.
  *
  * Reductions are posted in post_backward, or in backward_end for units whose inputs needed no
  * gradient, and completed at later entry points. backward_end waits for all of them, unless
- * set_is_last_backward(false) announced another backward. A unit that does not synchronise keeps
- * its gradients in its reduce buffer, and the next backward adds to them.
+ * set_is_last_backward(false) announced another backward. If a unit does not synchronise, its
+ * gradients stay in its reduce buffer, and the next backward adds to them.
  */
 #ifndef FSDPC_ENGINE_SCHED_H
 #define FSDPC_ENGINE_SCHED_H
@@ -27,8 +27,8 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit);
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
 
-/* Returns where the next contribution to a parameter's gradient must be written. Unless the caller
- * writes it there, the backward fails. */
+/* Returns where the next contribution to a parameter's gradient must be written. The backward fails
+ * if the caller does not write it there. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
 /* Returns whether the unit's reduce buffer is open. The first gradient opens the buffer, which may
@@ -46,25 +46,25 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit);
 /* Closes units that are still open and waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 
-/* The generation of the weights. A backward or recomputation passes the generation that its
- * forward saw, and fails if the weights have changed since. FSDPC_GENERATION_PAST is older than
+/* The generation of the weights. A backward or recomputation passes the generation that its forward
+ * saw, and fails if the weights have changed since then. FSDPC_GENERATION_PAST is older than
  * any. */
 #define FSDPC_GENERATION_PAST UINT64_MAX
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation);
 
 /* User control of units. */
-/* Gathers and holds the unit until fsdpc_reshard; wait makes it FULL. */
+/* Gathers the unit and holds it until fsdpc_reshard; fsdpc_unshard_wait makes it FULL. */
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit);
 fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reshard(fsdpc_unit *unit);
-/* Fixes the weights until hold_end: no-grad forwards do not communicate, so ranks may run different
- * numbers of them; steps and forwards with gradients fail. Both functions are collective, and calls
- * to them nest. */
+/* Fixes the weights until hold_end: no-grad forwards do not communicate, so each rank may run a
+ * different number; steps and forwards with gradients fail. Both functions are collective, and
+ * pairs of calls may be nested. */
 fsdpc_status fsdpc_hold_begin(fsdpc_root *root);
 fsdpc_status fsdpc_hold_end(fsdpc_root *root);
 /* Call after an exception in user code: resets all units to SHARDED. In backward, this also drops
- * unreduced gradients, on this rank at once and on every rank in the next epoch. */
+ * unreduced gradients, immediately on this rank and in the next epoch on every rank. */
 void fsdpc_root_reset(fsdpc_root *root);
 
 #endif

@@ -1,5 +1,5 @@
-/* Decides which units share memory: units of the same size take turns if that needs less memory
- * than a slot for each. */
+/* Decides which units share memory: units of the same size take turns if that takes less memory
+ * than giving each its own slot. */
 #include "engine/slots.h"
 
 #include "base/size.h"

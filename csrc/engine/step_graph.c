@@ -1,20 +1,21 @@
-/* Records, at the capture, the state that a step's decisions depend on, and compares it at every
- * replay.
+/* Records the state on which a step's decisions depend when the step is captured, and checks it at
+ * every replay.
  *
  * There are two kinds of state. Counters (steps, generation) grow by the same amount in every
  * step; a replay adds the captured step's increments. All other state determines which work is
  * enqueued, so it must not have changed. For example, an eager step would copy in a unit whose
- * masters were written, and a replay does not.
+ * masters were written, but a replay does not.
  *
- * Ranks do not communicate inside a capture. Operations are captured and epochs are local, so a
- * rank that gives up leaves no peer waiting. The ranks meet in one epoch before the capture and one
- * after it, and continue only if all are able to and all captured the same work. A replay is one
- * epoch and one operation. The epoch detects ranks that do not or cannot replay. The operation
- * launches the graph in order with all other operations, and the communicator monitors it.
+ * Ranks do not communicate inside a capture. Operations are captured and epochs are local, so if a
+ * rank gives up, no peer is left waiting. The ranks meet in one epoch before the capture and one
+ * after it, and continue only if all of them can and all captured the same work. A replay consists
+ * of one epoch and one operation. The epoch detects ranks that do not or cannot replay. The
+ * operation launches the graph in sequence with all other operations, and the communicator monitors
+ * it.
  *
- * The host has already processed an abandoned step, but the device has not run it. Step counts are
+ * The host has already processed an abandoned step, but the device never ran it. Step counts are
  * restored. The generation is not restored: a loss computed in the capture refers to memory that
- * was never filled, so its backward must be refused.
+ * was never filled, so its backward must fail.
  */
 #include "engine/step_graph.h"
 
@@ -222,7 +223,7 @@ fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_
     return FSDPC_OK;
 }
 
-/* Does this rank's part in abandoning a step. */
+/* Abandons a step on this rank. */
 static void give_up(fsdpc_step_graph *step)
 {
     fsdpc_root *root = step->root;
@@ -271,7 +272,7 @@ static fsdpc_status end_capture(fsdpc_step_graph *step)
     return fsdpc_capture_end(root->device, &step->graph);
 }
 
-/* Compares the work that a group's ranks have captured. */
+/* Checks that all ranks of a group have captured the same work. */
 static fsdpc_status compare(fsdpc_comm *comm)
 {
     int64_t marks[2] = {comm->captured, -(int64_t)comm->captured};
@@ -290,7 +291,7 @@ static fsdpc_status compare(fsdpc_comm *comm)
                       "the same step");
 }
 
-/* Collective: `status` is the result of the capture on this rank. */
+/* Collective; `status` is the result of the capture on this rank. */
 static fsdpc_status agree_on_end(fsdpc_root *root, fsdpc_status status)
 {
     FSDPC_TRY(fsdpc_root_agree(root, FSDPC_EPOCH_CAPTURE_END, status));

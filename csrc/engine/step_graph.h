@@ -3,15 +3,16 @@
  *     begin  - a normal step: forward, backward, clipping, the optimizer's step -  end  replay*
  *
  * Between begin and end the device computes nothing; it only records. Calling end launches the
- * recording, which completes one step. A replay runs another step on the same memory. A replay also
+ * recording, which performs one step. A replay runs another step on the same memory. A replay also
  * makes the step's changes on the host (step counts, generations) and uses the optimizer's scalars
- * for that step.
+ * for the new step.
  *
- * A replay repeats the recorded work, so the host must make the same decisions again. The end of
- * the capture and each replay compare pending gradients, settings, and whether weights match the
- * parameter buffer. If anything differs, the call launches nothing and returns an error that names
- * the unit. An error between begin and end abandons the step. This restores the host's state and
- * drops gradients computed in the step; tensors created in the step have no contents.
+ * A replay repeats the recorded work, so the host must make the same decisions again. At the end of
+ * the capture and at each replay, the engine compares pending gradients, settings, and whether
+ * weights match the parameter buffer. If anything differs, the call launches nothing and returns an
+ * error that names the unit. An error between begin and end abandons the step. This restores the
+ * host's state and drops gradients computed in the step; tensors created in the step are left
+ * uninitialised.
  *
  * All functions are collective if operations are ordered on the device (fsdpc_comm_order);
  * otherwise only a single rank may use them. An error on one rank is returned on all ranks, except

@@ -39,10 +39,10 @@ void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void
 }
 
 /* Note [spread masters]. If the modules of a frozen group read the masters directly, each host
- * needs only one copy of them, not two. The masters' address range covers all unsharded parameters,
- * but each rank touches only its own rows. When the parameter buffer is created, its pages replace
- * those of the masters at the same addresses (unsharded_shared.c). A write to a master then copies
- * the page first, so peers do not see the write before it is copied in. */
+ * needs only one copy of the masters, not two. The masters' address range covers all unsharded
+ * parameters, but each rank touches only its own rows. When the parameter buffer is created, its
+ * pages replace those of the masters at the same addresses (unsharded_shared.c). A write to a
+ * master then copies the page first, so peers do not see the write before it is copied in. */
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->param_dtype, &unit->offload) &&
@@ -167,8 +167,8 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
 }
 
 /* If only one unit is gathered ahead, the network between hosts is idle from the end of one gather
- * until the next is posted. On CPU ranks a second unit costs nothing, since unsharded parameters
- * are in the parameter buffer's memory; on a GPU it needs another slot. */
+ * until the next is posted. On CPU ranks, gathering a second unit costs nothing, since unsharded
+ * parameters are in the parameter buffer's memory; on a GPU it takes another slot. */
 static int default_prefetch(const fsdpc_unit *unit)
 {
     const fsdpc_comm *shard = unit->mesh.shard;
@@ -434,7 +434,7 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
     return fsdpc_unit_flat_of(unit, unit->layout->params[param].group);
 }
 
-/* Invalidates the checksums that a pass keeps for the masters. */
+/* Invalidates the checksums of the masters that a pass keeps. */
 static void forget_masters(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)

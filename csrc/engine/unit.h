@@ -5,8 +5,9 @@
  * of its root, which the first forward creates; until then a unit has only masters.
  *
  * Its gradients are written to a reduce buffer and reduced from there into the gradient shard. On a
- * mesh with replicas the sums of the shard group first go into a `partial`, which is then summed
- * over the replicas. If the shard group is one rank, the buffer itself is summed over the replicas.
+ * mesh with replicas, the shard group's sums first go into a `partial`, which is then summed over
+ * the replicas. If the shard group has only one rank, the buffer itself is summed over the
+ * replicas.
  *
  * Optimizers, initialisation and loading write to the masters and mark the unit as written. Users
  * may write to the masters through exported local shards, so each epoch begins by comparing such
@@ -49,9 +50,9 @@ typedef struct fsdpc_unit_settings {
     bool rank_dependent; /* it runs only on some ranks (sched.c) */
 } fsdpc_unit_settings;
 
-/* Whether a unit shares memory with the other units of its root. `encloses`: it is the root, or
- * contains other units. A unit has its own buffer if it stays open while other units' backwards
- * run, or if it keeps gradients. */
+/* Whether a unit has its own memory or shares it with the other units of its root. `encloses`: it
+ * is the root, or contains other units. A unit has its own buffer if it stays open while other
+ * units' backwards run, or if it keeps gradients. */
 static inline bool fsdpc_unit_owns_buffer(const fsdpc_unit_settings *settings, bool encloses)
 {
     return encloses || settings->keep_grads || settings->rank_dependent;
@@ -91,7 +92,7 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
  * frozen group trainable allocates memory for gradients, which is an error while the unit has
  * gradients. */
 fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
-/* Returns the number of flat groups that have gradients, which come first. */
+/* Returns the number of flat groups with gradients; these groups come first. */
 int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
 /* Sets which units to gather ahead when this unit runs, in forward or in backward. `units` have
  * the same root; NULL: follow the execution order. */
@@ -118,12 +119,12 @@ void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_local_shard *lo
 /* Returns the local shard's offset in its flat group's masters, in elements; meaningless for an
  * empty local shard. */
 size_t fsdpc_unit_master_offset(const fsdpc_unit *unit, int param);
-/* Call before reading the master: ends a pending step, and verifies data that is in a file. */
+/* Call before reading the master; ends a pending step, and verifies data that is in a file. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
-/* Call mark_written before writing masters. Call mark_shared before giving a caller a writable
- * local shard: each epoch then compares the masters with the parameter buffer. Both fail if a
- * pending step cannot end. */
+/* Call mark_written before writing masters. Call mark_shared before handing out a writable local
+ * shard: each epoch then compares the masters with the parameter buffer. Both fail if a pending
+ * step cannot be ended. */
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
 
@@ -139,35 +140,36 @@ void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_local_shard 
 /* Allocates zeroed memory for a flat group's gradient shard; the caller frees it. */
 fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out);
 
-/* Places gradient shards in the caller's memory, with one address per group that has gradients,
- * until the next call. If NULL, the shards have no memory while they are empty. Not allowed for
- * shards that are offloaded. The caller must keep the memory until its next call or until the unit
- * is destroyed. */
+/* Places gradient shards in the caller's memory until the next call; `groups` contains one address
+ * for each group with gradients. If `groups` is NULL, the shards have no memory while they are
+ * empty. Not allowed for shards that are offloaded. The caller must keep the memory until its next
+ * call or until the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
-/* A frontend's memory for unsharded parameters. `take` calls place_unsharded with an address for
- * each flat group; the addresses are valid until `give`. Both functions may run on any thread. */
+/* Memory that a frontend provides for unsharded parameters. `take` calls place_unsharded with an
+ * address for each flat group; the addresses are valid until `give`. Both functions may run on any
+ * thread. */
 typedef struct fsdpc_frontend_memory {
     fsdpc_status (*take)(void *of);
     void (*give)(void *of);
     void *of;
 } fsdpc_frontend_memory;
 
-/* Call before the root is created. If the shard group is one rank, its unsharded parameters will be
- * in this memory (unsharded_frontend.c). NULL withdraws the memory, after which none of those
- * unsharded parameters is used again. */
+/* Call before the root is created. If the shard group has only one rank, its unsharded parameters
+ * will be in this memory (unsharded_frontend.c). NULL withdraws the memory, after which none of
+ * those unsharded parameters is used again. */
 void fsdpc_unit_set_frontend_memory(fsdpc_unit *unit, const fsdpc_frontend_memory *room);
 bool fsdpc_unit_unsharded_in_frontend(const fsdpc_unit *unit); /* it has a root, and they are */
 bool fsdpc_unit_reads_masters(const fsdpc_unit *unit); /* and its unsharded parameters are the
                                                         * masters: no cast is needed */
 void fsdpc_unit_place_unsharded(fsdpc_unit *unit, void *const *groups);
 
-/* Returns whether other units' backwards run between this unit's gradients. False before the root
- * exists. */
+/* Returns whether other units' backwards run before this unit has all of its gradients. False
+ * before the root exists. */
 bool fsdpc_unit_stays_open(const fsdpc_unit *unit);
 
-/* Returns the whole parameter as modules read it; NULL before the root exists. The address is fixed
- * unless a frontend provides the memory. */
+/* Returns the whole parameter as modules read it, or NULL before the root exists. The address is
+ * fixed unless a frontend provides the memory. */
 void *fsdpc_unit_unsharded(const fsdpc_unit *unit, int param);
 
 /* Writes this rank's rows of `value` (the whole tensor, any float dtype) into the master. */

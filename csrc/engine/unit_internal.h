@@ -161,8 +161,8 @@ static inline bool fsdpc_grad_exists(const fsdpc_unit *unit, int param)
     return unit->grad_live && unit->grads[param] != FSDPC_GRAD_NONE;
 }
 
-/* Returns whether other code has tensors on the unit's masters, gradients or states, which may
- * therefore change at any time. */
+/* Returns whether other code has tensors that use the unit's masters, gradients or states, which
+ * may therefore change at any time. */
 static inline bool fsdpc_unit_is_shared(const fsdpc_unit *unit)
 {
     return unit->foreign || atomic_load_explicit(&unit->exports, memory_order_relaxed) > 0;
@@ -181,7 +181,7 @@ static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
 }
 
 /* Returns whether the unit is resharded at the end of its forward. It is not resharded if more of
- * its modules will run, or if other ranks may run it. */
+ * its modules will run, or if other ranks may run them. */
 static inline bool fsdpc_unit_reshards(const fsdpc_unit *unit)
 {
     return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
@@ -206,7 +206,8 @@ static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
 }
 
 /* Creates a zeroed array as long as the group's shard in device memory, in host memory, or in a
- * file (in which case it has an extent). Messages refer to `what`, which must outlive the array. */
+ * file (in which case it has an extent). Error messages refer to `what`, which must outlive the
+ * array. */
 fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *group,
                                      bool offloaded, fsdpc_mem_kind kind, const char *what,
                                      fsdpc_dtype dtype, fsdpc_extent **extent_out, void **out);
@@ -218,12 +219,12 @@ fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *gr
                                           const fsdpc_param_buffer *param_buffer);
 void fsdpc_unit_leave_param_buffer(fsdpc_unit *unit); /* the parameter buffer is about to go;
                                                        * masters keep their contents */
-/* Drops private copies of frozen masters that were copied in, since these equal the parameter
- * buffer. */
+/* Drops private copies of frozen masters that were copied in, since the parameter buffer contains
+ * the same values. */
 void fsdpc_unit_drop_copies(fsdpc_unit *unit);
 
 /* Returns the master of this rank's slice of a band, starting at element `at` of the shard. Only
- * for the step itself, which may be pending. */
+ * the step itself, which may be pending, may use this function. */
 static inline unsigned char *fsdpc_unit_stepped(const fsdpc_unit *unit,
                                                 const fsdpc_unit_group *group,
                                                 const fsdpc_slice *band, size_t at)
@@ -232,7 +233,7 @@ static inline unsigned char *fsdpc_unit_stepped(const fsdpc_unit *unit,
     return group->master + place * fsdpc_dtype_bytes(group->plan->dtype);
 }
 
-/* Does the same for all other code; a lint enforces this. */
+/* Like fsdpc_unit_stepped, but for all other code; a lint enforces this. */
 static inline unsigned char *fsdpc_unit_masters(const fsdpc_unit *unit,
                                                 const fsdpc_unit_group *group,
                                                 const fsdpc_slice *band, size_t at)

@@ -1,4 +1,4 @@
-/* Unsharded parameters: how they are produced for each unit, and where their memory is.
+/* Unsharded parameters: how each unit's are produced, and their memory.
  *
  * A root chooses one way for all its units, once, as a table of functions:
  *
@@ -11,9 +11,9 @@
  *
  * To add another method, add another table. The simplest, unsharded_shared.c, is the template.
  *
- * The address of an unsharded parameter is fixed from place to remove, unless a frontend provides
- * its memory. place and remove announce it to base/fault.h, so that the report of a bad write, or
- * of a read after reshard, names rank, unit and parameter.
+ * The address of an unsharded parameter does not change between place and remove, unless a frontend
+ * provides its memory. place and remove announce it to base/fault.h, so that the report of a bad
+ * write, or of a read after reshard, names rank, unit and parameter.
  *
  * Copy-in writes a rank's own slices, after all ranks have arrived in an epoch and before this rank
  * reports its copy-in (epoch.h). Modules may read the parameters between reveal and drop.
@@ -38,7 +38,7 @@ struct fsdpc_unsharded_ops {
     bool (*has_room)(const fsdpc_unit *unit);    /* without evicting another; NULL: always */
     fsdpc_status (*make_room)(fsdpc_unit *unit); /* collective; NULL: it always has room */
 
-    /* Called before the first reader and after the last one. */
+    /* reveal is called before the first reader, and hide after the last one. */
     fsdpc_status (*reveal)(fsdpc_unit *unit); /* NULL: gathered memory is readable */
     void (*hide)(fsdpc_unit *unit);           /* cannot fail; NULL: it stays readable */
 
@@ -52,7 +52,7 @@ extern const fsdpc_unsharded_ops fsdpc_unsharded_shared, fsdpc_unsharded_file,
 /* A `place` function for unsharded parameters that modules read in the parameter buffer. */
 fsdpc_status fsdpc_unsharded_place_in_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group);
 
-/* Call when the parameter buffer exists; units are SHARDED. Collective. */
+/* Call when the parameter buffer exists and all units are SHARDED. Collective. */
 fsdpc_status fsdpc_unsharded_create(fsdpc_root *root, const bool *encloses);
 void fsdpc_unsharded_remove(
     fsdpc_unit *unit); /* also for a unit that was not placed, or only partly */
@@ -93,7 +93,7 @@ static inline void fsdpc_unsharded_seal(fsdpc_unit *unit)
         unit->root->unsharded->seal(unit);
 }
 
-/* Returns whether the unit can be gathered now without evicting another. */
+/* Returns whether the unit can be gathered now without evicting another unit. */
 static inline bool fsdpc_unsharded_has_room(const fsdpc_unit *unit)
 {
     const fsdpc_unsharded_ops *ops = unit->root->unsharded;

@@ -1,10 +1,10 @@
 /* Works like unsharded_shared.c, but the parameter buffer is in a file: the kernel loads pages when
  * they are read and evicts them when memory is short. A gather prefetches them.
  *
- * Each rank keeps the CRC-32C of its own slices and checks it at every gather, since the
- * kernel may have reread pages. All ranks gather every unit, and the ranks of a host share the same
- * pages, so together they check the whole file. If a rank's slices have changed, that rank fails,
- * and with it the step on all ranks.
+ * Each rank keeps the CRC-32C of its own slices and checks it at every gather, since the kernel may
+ * have read pages again. All ranks gather every unit, and the ranks of a host share the same pages,
+ * so together they check the whole file. If a rank's slices have changed, that rank fails, which
+ * makes the step fail on all ranks.
  */
 #include <stdio.h>
 #include <sys/mman.h>

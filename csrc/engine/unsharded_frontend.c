@@ -1,16 +1,16 @@
-/* Unsharded parameters of a single-rank shard group, in memory of a frontend whose users may write
- * to the masters at any time.
+/* Unsharded parameters of a single-rank shard group, in memory provided by a frontend whose users
+ * may write to the masters at any time.
  *
  * Such a rank is the only reader of its slices, and it would have to compare them with the masters
  * before each step. It therefore copies nothing in. The unsharded parameters are cast from the
- * masters when the unit is about to be used, and their memory is returned after use. This is what
- * FSDP2 does on one rank. With a copy-in, SmolLM3-3B under torch on an H200 kept 5.8 GiB of
- * unsharded parameters at all times and spent 4.9 ms of each 464 ms step comparing them. If no cast
- * is needed, the masters themselves are the unsharded parameters.
+ * masters when the unit is about to be used, and their memory is returned after use. FSDP2 does the
+ * same on one rank. With a copy-in, SmolLM3-3B under torch on an H200 kept 5.8 GiB of unsharded
+ * parameters at all times and spent 4.9 ms of each 464 ms step comparing them. If no cast is
+ * needed, the masters themselves are the unsharded parameters.
  *
- * If masters are written between a forward and its backward, the backward fails, because it casts
- * the weights again. If the frontend does not see the write (for example, through `.data`), the new
- * values are used, as in FSDP2.
+ * If masters are written between a forward and its backward, the backward fails, because it would
+ * cast the new weights. If the frontend does not see the write (for example, through `.data`), the
+ * new values are used, as in FSDP2.
  */
 #include "engine/unsharded.h"
 

@@ -2,9 +2,9 @@
  * UNSHARDED.
  *
  * This is slower, but a read that comes too early or too late ends the process at once. The pages
- * are part of an ordinary block that is two pages larger, so their bytes are counted and the
- * protected pages contain nothing else. If the device cannot protect memory, the memory is filled
- * with NaN, which reads that come too early or too late then return.
+ * are inside an ordinary block that is two pages larger, so their bytes are counted and the
+ * protected pages contain nothing else. If the device cannot protect memory, the pages are filled
+ * with NaN, so that any read that comes too early or too late returns NaN.
  *
  * If ranks share a parameter buffer, reveal copies from it; otherwise gathers write the pages.
  */

@@ -1,5 +1,5 @@
-/* Ranks share a parameter buffer that contains the unsharded parameters of all units, mapped
- * read-only, for the whole run. */
+/* Ranks share a parameter buffer that contains the unsharded parameters of all units and stays
+ * mapped read-only for the whole run. */
 #include "engine/unsharded.h"
 
 fsdpc_status fsdpc_unsharded_place_in_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *group)

@@ -1,16 +1,16 @@
 /* Unsharded parameters that gathers fill by moving bytes, in shared slots or in a unit's own memory
  * (slots.h).
  *
- * A slot records the unit that was last gathered into it. A gather ahead of demand may use a slot
- * only if that unit has been resharded (sched.c). A gather on demand may also evict a unit that was
+ * A slot records which unit was last gathered into it. A gather ahead of demand may use a slot only
+ * if that unit has been resharded (sched.c). A gather on demand may also evict a unit that was
  * gathered but not used, but never an unsharded one. The gather waits for the last read of the
  * previous unit's parameters, just as the previous unit's next gather would (order.h).
  *
  * Two units that share a slot may need to be unsharded at the same time (held by unshard(), nested
  * in forward, kept unsharded after backward). The first time that happens, they are separated. The
- * code waits for this rank's operations, then for the stream that reads unsharded parameters, and
- * gives the second unit its own memory at the same address. All ranks do this at the same point of
- * the program, so they agree on the result.
+ * rank waits for its own operations, then for the stream that reads unsharded parameters, and gives
+ * the second unit separate memory at the same address. All ranks do this at the same point in the
+ * program, so they agree on the result.
  */
 #include <stdlib.h>
 

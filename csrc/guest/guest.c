@@ -1,9 +1,10 @@
 /* Forwarders to the host table, under the names that the headers declare.
  *
  * The table's address is a plugin's only mutable global. The loading thread writes it once, before
- * any other thread can know of the plugin. Callers cannot pass the address: sources that core and
- * plugins share call these functions by name, some before any object exists. Linking to the core's
- * symbols would require exporting them, but Python loads the extension with local symbols.
+ * any other thread can know about the plugin. Callers cannot pass the address: sources that core
+ * and plugins share call these functions by name, some before any object exists. Linking to the
+ * core's symbols would require exporting them, but Python loads the extension with its symbols
+ * local.
  */
 #include "guest/guest.h"
 

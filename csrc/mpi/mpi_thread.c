@@ -3,32 +3,32 @@
  * Messages. A message travels in segments of SEGMENT bytes and ends with a shorter one, which may
  * be empty. If two ranks post different sizes, some pair of segments therefore differs in size.
  * MPI sends a segment of this size immediately. For a larger segment, MPI would first ask the peer,
- * whose thread is asleep; steps over 1 Gbit/s then took 1.3 times as long. UCX, MPICH's usual
- * transport, would ask first even when segments are smaller, so we raise its threshold unless
+ * whose thread is asleep; steps over a 1 Gbit/s network then took 1.3 times as long. UCX, MPICH's
+ * usual transport, asks first even for smaller segments, so we raise its threshold unless
  * UCX_RNDV_THRESH is set. At most WINDOW segments of a message are in flight. MPI preserves the
  * order of segments with the same ranks and tag. A message waits until all segments of earlier
- * messages with its pair, tag and direction have been posted.
+ * messages with the same peer, tag and direction have been posted.
  *
  * Receives probe first (MPI_Improbe) and pass memory to MPI only after a segment of the expected
  * size has arrived. MPI also reports a longer segment as an error, but by then Open MPI 4.1 has
  * written past the end of the buffer.
  *
- * Sleeping. MPI progresses only inside its calls and offers no way to sleep until a message
+ * Sleeping. MPI makes progress only inside its calls, and offers no way to sleep until a message
  * arrives. Between two polls this thread sleeps for an eighth of the time since an operation was
- * last posted or ended. This lengthens a wait by an eighth at most and keeps long waits from
+ * last posted or ended. This lengthens a wait by at most an eighth and keeps long waits from
  * occupying a core. The longest sleep is 1 ms while operations are in flight and 100 ms otherwise,
  * when only an abort reason can arrive. A post wakes the thread. Completing a few segments neither
  * resets the sleep nor wakes a waiting caller. On a core that also computes, polling after each
- * segment lengthened a step over 1 Gbit/s from 496 ms to 570 ms. After many segments the thread
- * polls again at once.
+ * segment lengthened a step over a 1 Gbit/s network from 496 ms to 570 ms. After many segments have
+ * completed, the thread polls again immediately.
  *
  * News. Every process posts a receive for the abort reason, which the first process to abort
- * sends. An MPI error is also such a reason, unless the watch (comm/host_watch.h) soon finds a
+ * sends. An MPI error also becomes the reason, unless the watch (comm/host_watch.h) soon finds a
  * better one: MPI knows that a connection broke, but not why.
  *
  * Leaving. A process that will post no more operations sends a farewell to all peers with which it
  * has exchanged messages. The farewell has a separate tag and comes after all other messages. A
- * receive that has waited for a long time checks for it: if the farewell is the only message, no
+ * receive that has waited for a long time checks for the farewell: if it is the only message, no
  * others will come.
  */
 #include "mpi/transport_mpi.h"
@@ -72,7 +72,7 @@ static void enter(fsdpc_mpi_transport *self, enum fsdpc_mpi_phase phase)
     fsdpc_futex_wake(&self->phase);
 }
 
-/* Returns whether an MPI call failed; the first failure becomes the transport's reason. */
+/* Returns whether an MPI call failed; the first failure becomes the transport's abort reason. */
 static bool failed(fsdpc_mpi_transport *self, int error, const char *call)
 {
     if (error == MPI_SUCCESS)
@@ -86,7 +86,7 @@ static bool failed(fsdpc_mpi_transport *self, int error, const char *call)
     return true;
 }
 
-/* Does the same for a call about a message; the reason names the peer. */
+/* Like failed, but for a call about a message; the reason also names the peer. */
 static bool failed_with(fsdpc_mpi_transport *self, int error, const char *call,
                         const fsdpc_transport_op *op)
 {
@@ -276,7 +276,7 @@ static bool receive_segment(fsdpc_mpi_transport *self, fsdpc_transport_op *op, u
     return true;
 }
 
-/* Posts a segment, and returns whether there may be another to post. */
+/* Posts a segment, and returns whether there may be another one to post. */
 static bool post_segment(fsdpc_mpi_transport *self, fsdpc_transport_op *op)
 {
     if (!grow(self))
@@ -384,7 +384,8 @@ static bool idle(fsdpc_mpi_transport *self)
     return self->n == 1 && !self->backlog && !atomic_load(&self->queue);
 }
 
-/* Sends farewells, either to the peers for which operations were posted or to all others. */
+/* Sends farewells, either to the peers with which operations were posted or to all other
+ * processes. */
 static void send_goodbyes(fsdpc_mpi_transport *self, bool met)
 {
     const char *text = self->base.farewells[self->base.rank];
@@ -536,7 +537,7 @@ static bool end_mpi(fsdpc_mpi_transport *self)
     return !failed(self, MPI_Finalize(), "MPI_Finalize");
 }
 
-/* After an MPI failure, gives the watch time to find out which rank died; the watch then aborts. */
+/* After an MPI failure, gives the watch time to find out which rank died and then abort. */
 static void await_watch(fsdpc_mpi_transport *self)
 {
     int64_t end = fsdpc_clock_ns() + GRACE_NS;
@@ -553,7 +554,7 @@ static void stop(fsdpc_mpi_transport *self)
 {
     if (*self->reason && !*self->heard)
         await_watch(self);
-    /* A peer's reason may have arrived unnoticed; this rank's own reason is then just as good. */
+    /* Even if a peer's reason has arrived unnoticed, this rank's own reason is just as good. */
     if ((!*self->heard || !*self->reason) && atomic_load(&self->wanted) == FSDPC_MPI_ABORT)
         memcpy(self->reason, self->asked, sizeof self->asked);
     if (!*self->reason)

@@ -3,22 +3,22 @@
  * Nothing here calls MPI except to get its version. A post pushes the operation onto a lock-free
  * list and wakes the transport's thread if it sleeps.
  *
- * Aborts. The thread tells the peers and then makes no more MPI calls. This is the only way to keep
- * MPI from writing to receive buffers, since MPI cannot cancel a matched receive. An abort
+ * Aborts. The thread informs the peers and then makes no more MPI calls. This is the only way to
+ * keep MPI from writing to receive buffers, since MPI cannot cancel a matched receive. An abort
  * therefore waits until the thread has stopped. (A network adapter may still write data that a peer
  * had begun to put.)
  *
  * The end. MPI_Finalize waits for all processes, and a launcher treats a process that exits
  * without it as failed. A clean destroy therefore returns immediately while the thread continues:
  * it polls a barrier with the other processes, then calls MPI_Finalize. If the process exits with
- * status 0 meanwhile, the exit waits for the thread, as in any MPI program. It waits as long as the
- * other processes run. Once all have reached the barrier, MPI_Finalize has a deadline. After the
- * deadline the process ends at once, with its status and a warning, because MPI's exit handlers may
- * hang too.
+ * status 0 meanwhile, the exit waits for the thread, as in any MPI program. It waits for as long as
+ * the other processes run. Once all have reached the barrier, MPI_Finalize has a deadline. After
+ * the deadline the process ends at once, with its status and a warning, because MPI's exit handlers
+ * may hang too.
  *
  * MPICH over UCX flushes its connections in MPI_Finalize by sending a request to each peer to which
  * it has sent messages. After these peers have answered, it waits for the launcher and answers no
- * more requests, so a later request from a peer hangs. Each process therefore ends by sending a
+ * more requests, so any later request from a peer hangs. Each process therefore ends by sending a
  * message to every other process, so that all of them send and receive requests. It then pauses
  * briefly between the barrier and MPI_Finalize so that the other processes can leave the barrier
  * too. By then, every process that answers a request is in MPI_Finalize and has already sent its
@@ -56,7 +56,7 @@ static void wake_thread(fsdpc_mpi_transport *self)
         fsdpc_futex_wake(&self->asleep);
 }
 
-/* Waits for at most max_ns until the thread has left a phase. */
+/* Waits up to max_ns for the thread to leave a phase. */
 static void await_phase(fsdpc_mpi_transport *self, uint32_t left, int64_t max_ns)
 {
     int64_t end = fsdpc_clock_ns() + max_ns;
@@ -82,8 +82,8 @@ static fsdpc_status mpi_post(fsdpc_transport_op *op)
     op->request = 0;
     atomic_store_explicit(&op->state, 1, memory_order_relaxed);
     op->next = atomic_load_explicit(&self->queue, memory_order_relaxed);
-    /* Must come before `asleep` is read, because the thread sets it before checking the queue a
-     * last time. */
+    /* Must come before `asleep` is read, because the thread sets `asleep` before checking the queue
+     * one last time. */
     while (!atomic_compare_exchange_weak(&self->queue, &op->next, op))
         ;
     wake_thread(self);

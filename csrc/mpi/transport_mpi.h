@@ -1,6 +1,6 @@
-/* A transport over MPI: declarations that its two halves share.
+/* A transport over MPI: the declarations that its two halves share.
  *
- * The posting thread calls functions of transport_mpi.c, which post and test operations.
+ * The posting thread calls the functions in transport_mpi.c, which post and test operations.
  * mpi_thread.c is the transport's thread, the only one that calls MPI. Operations are passed to the
  * thread through `queue`, and results are returned in their `state`. `wanted` (written by the
  * posting thread) and `phase` (written by the transport's thread) control the lifetime of the
@@ -26,7 +26,7 @@ enum fsdpc_mpi_phase {
 
 enum fsdpc_mpi_wanted { FSDPC_MPI_RUN, FSDPC_MPI_ABORT, FSDPC_MPI_END };
 
-/* The operation that one MPI request belongs to. */
+/* The operation to which an MPI request belongs. */
 typedef struct fsdpc_mpi_segment {
     fsdpc_transport_op *op; /* NULL: the receive for news */
     int bytes;
@@ -38,8 +38,8 @@ typedef struct fsdpc_mpi_transport {
     pthread_t thread;
     pthread_mutex_t waking; /* guards the choice of `wake` */
 
-    /* Passed from the posting thread to the transport's thread. Each is accessed with release and
-     * acquire, which makes earlier writes visible. */
+    /* Passed from the posting thread to the transport's thread. Each is accessed with acquire and
+     * release ordering, which makes earlier writes visible. */
     _Atomic(fsdpc_transport_op *) queue; /* newest first */
     _Atomic uint32_t asleep; /* 1 while our thread sleeps on it; the thread that sets it to 0
                                      * wakes ours */
@@ -73,7 +73,7 @@ typedef struct fsdpc_mpi_transport {
  * all. */
 fsdpc_status fsdpc_transport_mpi_create(int rank, int size, fsdpc_transport **out);
 
-/* Marks the transport as failed; keeps the first reason. */
+/* Marks the transport as failed, keeping the first reason. */
 void fsdpc_mpi_fail(fsdpc_mpi_transport *transport, const char *reason);
 /* Calls `wake`, if set. */
 void fsdpc_mpi_wake(fsdpc_mpi_transport *transport);

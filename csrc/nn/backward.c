@@ -1,15 +1,15 @@
 /* Runs the tape backwards.
  *
- * A frame is one call of backward: a heap of the nodes that have a gradient, highest number first.
- * A node's consumers have higher numbers than the node, so its gradient is complete when the node
- * is popped. Frames nest (a recomputation runs one inside another); nodes are pushed to the
+ * A frame represents one call of backward: a heap of the nodes that have a gradient, highest number
+ * first. A node's consumers have higher numbers than the node, so its gradient is complete when the
+ * node is popped. Frames nest (a recomputation runs one inside another); nodes are pushed to the
  * innermost frame.
  *
  * Leaves with hooks need to know when their last contribution has arrived. If any leaf has ever
  * had a hook, a frame first walks the graph and counts the edges to every such leaf. After a node
  * has run, its edges are subtracted from the count. All frames share one count, so a hook does not
  * fire in a recomputation while the enclosing backward still uses the leaf. When the outermost
- * frame ends, it flushes the leaves for which some nodes never received a gradient.
+ * frame ends, it flushes the leaves with uses that never received a gradient.
  *
  * If a frame fails, gradients in its heap are dropped; leaves keep the gradients that they already
  * have.
@@ -28,8 +28,8 @@ typedef struct fsdpc_tape_end {
 
 /* ---- hooks ---- */
 
-/* Runs all hooks in a list and stores any replacement they return in *gradient_io, which owns a
- * reference. */
+/* Runs all hooks in a list; if a hook returns a replacement, stores it in *gradient_io, which owns
+ * a reference. */
 static fsdpc_status run_hooks(fsdpc_hook *first, fsdpc_tensor **gradient_io)
 {
     for (fsdpc_hook *hook = first; hook; hook = hook->next) {
@@ -254,7 +254,7 @@ static fsdpc_status run_frame(fsdpc_tape *tape, int n, fsdpc_tensor *const *root
 
 static fsdpc_status run_ends(fsdpc_tape *tape, fsdpc_status st)
 {
-    /* An end function may add another, so the array may grow and move. */
+    /* An end function may register another one, so the array may grow and move. */
     for (size_t i = 0; i < tape->n_ends; i++) {
         fsdpc_tape_end end = tape->ends[i];
         FSDPC_KEEP_FIRST(st, end.fn(end.arg, st));
@@ -293,7 +293,7 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
     tape->frame = frame.outer;
     tape->retain_graph = outer_retain;
     tape->grad_enabled = outer_enabled;
-    /* End functions run inside the backward that they end, so they may use calls that require a
+    /* End functions run inside the backward that they end, so they may make calls that require a
      * running backward. */
     if (tape->backward_depth == 1) {
         st = run_ends(tape, st);

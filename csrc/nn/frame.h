@@ -1,4 +1,5 @@
-/* A frame: one call of backward, with the nodes that have a gradient but have not run yet.
+/* A frame represents one call of backward, with the nodes that have a gradient but have not run
+ * yet.
  *
  * Frames nest (a recomputation runs one inside another). The tape pushes nodes onto the innermost
  * frame, and nn/backward.c runs them.

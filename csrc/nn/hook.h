@@ -3,7 +3,7 @@
  * A hook on a non-leaf tensor runs when the tensor's gradient is complete, before the gradient is
  * passed on. A hook on a leaf runs once per backward, on the sum of that backward's contributions,
  * before the sum is added to `grad` or passed to the sink. Backward therefore first counts the
- * leaf's uses, then accumulates in `pending`.
+ * leaf's uses, then accumulates its gradient in `pending`.
  *
  * A hook is reference counted: the tensor (or node) and the removal handle each hold a reference.
  */
@@ -38,7 +38,7 @@ typedef struct fsdpc_leaf_hooks {
     bool listed;           /* in the running backward's list of leaves to flush */
 } fsdpc_leaf_hooks;
 
-/* Appends a hook to a list. On failure, the caller keeps `arg`. */
+/* Appends a hook to a list. On failure, the caller keeps ownership of `arg`. */
 fsdpc_status fsdpc_hook_append(fsdpc_hook **list, fsdpc_hook_fn fn, void *arg,
                                void (*release)(void *arg), fsdpc_hook **out);
 void fsdpc_hook_remove(fsdpc_hook *hook);  /* it will not run again; may be called twice */

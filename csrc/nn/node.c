@@ -1,9 +1,9 @@
-/* Nodes are created by fsdpc_tape_record and held by their output tensors, by the edges of later
- * nodes, and by a running backward.
+/* Nodes are created by fsdpc_tape_record and kept alive by their output tensors, by the edges of
+ * later nodes, and by a running backward.
  *
- * Dropping the last reference to the loss frees a whole graph. Freeing it recursively would need a
- * stack as deep as the graph. Nodes whose count falls to zero are therefore put on a list (linked
- * through the nodes themselves) and freed one after the other.
+ * Dropping the last reference to the loss frees the whole graph. Freeing it recursively would
+ * require a stack as deep as the graph. Nodes whose count falls to zero are therefore put on a list
+ * (linked through the nodes themselves) and freed one by one.
  */
 #include "nn/node.h"
 

@@ -43,10 +43,10 @@ struct fsdpc_node {
 fsdpc_node *fsdpc_node_acquire(fsdpc_node *node);
 void fsdpc_node_release(fsdpc_node *node); /* may be NULL */
 
-/* Saves a tensor for backward and acquires a reference to it. If it is written in place before
- * then, backward fails. */
+/* Saves a tensor for backward and acquires a reference to it. If the tensor is modified in place
+ * before then, backward fails. */
 void fsdpc_node_save(fsdpc_node *node, int slot, fsdpc_tensor *t);
-/* Saves the node's own output as a view without a node, which avoids a reference cycle. */
+/* Saves the node's own output as a view that has no node, which avoids a reference cycle. */
 fsdpc_status fsdpc_node_save_output(fsdpc_node *node, int slot, const fsdpc_tensor *out);
 /* Checks that all saved tensors may be read: they have not been freed or overwritten, and their
  * guards agree. */

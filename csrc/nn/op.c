@@ -1,7 +1,7 @@
 /* Helpers shared by the operations: see nn/op.h.
  *
  * If a kernel cannot write a target's dtype (a bf16 reduce buffer under fp32 compute), the gradient
- * is computed in an fp32 temporary. It is rounded once, when it is added to the target.
+ * is computed in an fp32 temporary. The gradient is rounded once, when it is added to the target.
  */
 #include "nn/op.h"
 

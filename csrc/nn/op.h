@@ -17,14 +17,14 @@ fsdpc_status fsdpc_op_check_float(const char *op, const char *what, const fsdpc_
 fsdpc_status fsdpc_op_check_ids(const char *op, const char *what, const fsdpc_tensor *t);
 fsdpc_status fsdpc_op_check_same_dtype(const char *op, const char *what_a, const fsdpc_tensor *a,
                                        const char *what_b, const fsdpc_tensor *b);
-/* Returns the error for two mismatched shapes; `rule` describes the shapes that are required. */
+/* Returns the error for two mismatched shapes; `rule` describes which shapes are required. */
 fsdpc_status fsdpc_op_fail_shapes(const char *op, const char *what_a, const fsdpc_tensor *a,
                                   const char *what_b, const fsdpc_tensor *b, const char *rule);
 /* Maps a dimension, which may be negative, to [0, ndim). */
 fsdpc_status fsdpc_op_dim(const char *op, int dim, int ndim, int *out);
 
-/* Calls fsdpc_tape_record with `extra_bytes` of zeroed memory in node->extra, or none if it is 0.
- * If it fails, releasing `out` undoes everything. */
+/* Calls fsdpc_tape_record and, if `extra_bytes` is not 0, stores that much zeroed memory in
+ * node->extra. If it fails, releasing `out` undoes everything. */
 fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                              fsdpc_tensor *const *inputs, fsdpc_tensor *out, size_t extra_bytes,
                              fsdpc_node **node_out);
@@ -32,16 +32,16 @@ fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
 /* Computes `a kind b` into new memory, without recording a node; both have the same dtype. */
 fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
                                      const fsdpc_tensor *b, fsdpc_tensor **out);
-/* Applies the operation to x and the number, converted to `dtype`; if `reversed`, the number is the
- * first operand. */
+/* Applies the operation to x and the scalar, which is converted to `dtype`; if `reversed`, the
+ * scalar is the first operand. */
 fsdpc_status fsdpc_op_with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                   fsdpc_scalar s, fsdpc_dtype dtype, bool reversed,
                                   fsdpc_tensor **out);
-/* Does the same for an integer tensor and an integer. */
+/* Like fsdpc_op_with_scalar, but for an integer tensor and an integer. */
 fsdpc_status fsdpc_op_integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                      fsdpc_scalar s, bool reversed, fsdpc_tensor **out);
-/* Connects y = kind(x), which was computed elsewhere, to x with the node that fsdpc_op_unary would
- * make.
+/* Connects y = kind(x), which was computed elsewhere, to x through the same node that
+ * fsdpc_op_unary would create.
  */
 fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,
                                    fsdpc_tensor *x, fsdpc_tensor *y);
@@ -56,7 +56,7 @@ fsdpc_status fsdpc_op_places(const char *op, size_t extent, size_t kernel, size_
 /* Computes the strides of a dense tensor. */
 void fsdpc_op_strides(int ndim, const size_t *shape, size_t *strides_out);
 
-/* Returns the dtype of an edge's input, which must need a gradient. */
+/* Returns the dtype of an edge's input, which must require a gradient. */
 fsdpc_dtype fsdpc_edge_dtype(const fsdpc_edge *edge);
 int fsdpc_edge_ndim(const fsdpc_edge *edge);
 const size_t *fsdpc_edge_shape(const fsdpc_edge *edge);
@@ -72,8 +72,8 @@ fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_
 fsdpc_status fsdpc_op_give_summed(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
                                   double scale);
 
-/* Passes a tensor to the edge, unless `st` is an error, and releases it; returns the first
- * error. */
+/* Passes a tensor to the edge unless `st` is an error, and releases it in either case; returns the
+ * first error. */
 fsdpc_status fsdpc_op_give_owned(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
                                  fsdpc_status st);
 

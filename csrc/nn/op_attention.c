@@ -1,12 +1,13 @@
-/* Attention, and the rotary embedding of its queries and keys.
+/* Attention, and the rotary embedding that is applied to its queries and keys.
  *
- * The kernel accepts a stride for each of batch, token and head, so PyTorch's layout (B, H, T, D)
- * and (B, T, H, D) both work in place. The second is the layout of a projection's output and avoids
- * the transposes. Backward needs the inputs, the output, and one float per row and head.
+ * The kernel accepts separate strides for batch, token and head, so both PyTorch's layout (B, H, T,
+ * D) and (B, T, H, D) work without copies. The latter is the layout of a projection's output and
+ * needs no transposes. Backward needs the inputs, the output, and one float per query and head (two
+ * with a mask).
  *
  * If several documents share a row, each gets its own kernel call over its part of the same memory.
- * This needs no mask, and nothing is computed between documents. The floats kept for backward are
- * stored document by document, so they use no more memory than those of whole rows.
+ * No mask is needed, and nothing is computed across documents. The floats kept for backward are
+ * stored document by document and use no more memory than for whole rows.
  */
 #include "nn/op.h"
 
@@ -77,7 +78,7 @@ static fsdpc_attention_args attention_args(const fsdpc_attention_options *option
     return args;
 }
 
-/* Returns `base` advanced to a row's token. */
+/* Returns `base` advanced to a row and token. */
 static void *moved(const fsdpc_attention_args *x, const void *base, const size_t stride[3],
                    size_t row, size_t token)
 {
@@ -85,7 +86,7 @@ static void *moved(const fsdpc_attention_args *x, const void *base, const size_t
     return base ? (char *)base + elements * fsdpc_dtype_bytes(x->dtype) : NULL;
 }
 
-/* Selects `rows` x `tokens`, beginning at token index `first`, which is counted over all rows. */
+/* Selects `rows` x `tokens`, beginning at token `first`, an index over all rows. */
 static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first, size_t rows,
                                     size_t tokens)
 {
@@ -107,8 +108,8 @@ static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first,
 
 typedef fsdpc_status (*attention_fn)(const fsdpc_attention_args *args, fsdpc_stream *stream);
 
-/* Runs the kernel on whole rows or on individual documents; consecutive single-document rows run
- * together. */
+/* Runs the kernel on whole rows or on individual documents; consecutive single-document rows share
+ * one call. */
 static fsdpc_status run(fsdpc_tape *tape, const attention_kept *kept, attention_fn kernel,
                         const fsdpc_attention_args *x)
 {

@@ -9,7 +9,7 @@
  *
  * Only every stride / gcd(stride, dilation)-th kernel element contributes to element r + stride u
  * of dx. dx therefore consists of stride x stride phases r, each an image whose patches in dy are
- * one apart and reversed. With a stride of one the only phase is dx itself.
+ * one apart and reversed. With a stride of one, dx is the only phase.
  */
 #include "nn/op.h"
 
@@ -39,8 +39,8 @@ static const char *at(const fsdpc_tensor *t, size_t element)
     return (const char *)t->data + element * fsdpc_dtype_bytes(t->dtype);
 }
 
-/* Runs one product per group, advancing the operands by `a`, `b` and `c` and the bias by m elements
- * for each. */
+/* Runs one product per group; from group to group, the operands advance by `a`, `b` and `c`, and
+ * the bias by m elements. */
 static fsdpc_status multiply_groups(fsdpc_tape *tape, fsdpc_gemm_args args, size_t groups, size_t a,
                                     size_t b, size_t c)
 {
@@ -83,7 +83,8 @@ static phase phase_of(size_t r, size_t stride, size_t dilation, size_t before, s
     return p;
 }
 
-/* Copies the phase's kernel elements as (groups, channels per group, out per group, taps, taps). */
+/* Copies the phase's kernel elements into the shape (groups, channels per group, out per group,
+ * taps, taps). */
 static fsdpc_status turn_weight(fsdpc_tape *tape, const fsdpc_tensor *w, size_t groups,
                                 const phase p[2], void *to)
 {
@@ -102,7 +103,7 @@ static fsdpc_status turn_weight(fsdpc_tape *tape, const fsdpc_tensor *w, size_t 
     return fsdpc_op_kernels(tape)->copy(&args, tape->stream);
 }
 
-/* Two buffers that are large enough for the largest phase. */
+/* Two buffers, each large enough for the largest phase. */
 typedef struct phase_memory {
     fsdpc_tensor *weight, *image; /* image: NULL if dx is the only phase */
 } phase_memory;

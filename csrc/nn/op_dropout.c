@@ -2,8 +2,8 @@
  *
  * The mask is not stored: it is a function of (seed, stream, element), so backward recomputes it.
  * Each call uses the tape's next random stream, so a recomputation that restores the stream draws
- * the same masks. In a captured step, kernels read from device memory how far the replay's random
- * streams are offset from the capture's.
+ * the same masks. In a captured step, kernels read from device memory the offset between the
+ * replay's random streams and the capture's.
  */
 #include "nn/op.h"
 

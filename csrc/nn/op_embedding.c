@@ -152,8 +152,8 @@ fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_te
         }                                                                                          \
     } while (0)
 
-/* Computes the positions of the elements that the index selects along dim, in a tensor of this
- * shape; returns false if an index is out of range. */
+/* Computes the positions, in a tensor of this shape, of the elements that the index selects along
+ * dim; returns false if an index is out of range. */
 static bool place_all(const fsdpc_tensor *index, const size_t *shape, int dim, int64_t *places)
 {
     size_t strides[FSDPC_MAX_DIMS], at[FSDPC_MAX_DIMS] = {0};

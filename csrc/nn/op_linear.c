@@ -1,20 +1,20 @@
-/* Linear layers, with or without a gelu after them.
+/* Linear layers, optionally followed by a gelu.
  *
- * A weight is (out, in), or (in, out) if the caller requests it. Products read either layout in
- * place and sum in the same order. Both layouts therefore give the same bits, except in products
- * with few rows or columns.
+ * A weight has shape (out, in), or (in, out) if the caller requests it. Products read both layouts
+ * in place and sum in the same order. Results are therefore bitwise identical for both layouts,
+ * except in products with few rows or columns.
  *
- * A weight's gradient is a separate product, dy^T x, which is written directly to its target with
- * beta = 1. The target is a reduce buffer in fp32 even when x is bf16. This avoids a temporary and
- * a second pass.
+ * A weight's gradient is a separate product, dy^T x, which is written or added directly to its
+ * target. The target may be an fp32 reduce buffer even if x is bf16. This avoids a temporary and a
+ * second pass.
  *
- * Forward fuses gelu with the preceding product, and backward fuses it with the following one. If a
- * linear layer's input is gelu's result, the input's gradient is multiplied by gelu's slope as soon
- * as it is computed. On the tape, the linear layer and gelu stay separate: linear_gelu records a
- * node for each. If a linear layer is the only user of a gelu node, it runs both backwards together
- * and passes the gradient to the node before gelu. If the intermediate tensor has another reader,
- * such as a hook or a second use, the operations run separately. The bits are those of
- * gelu(linear(x)), except that a fused kernel may skip the rounding in between.
+ * Forward fuses gelu with the linear layer before it, and backward fuses it with the linear layer
+ * after it. If a linear layer's input is the result of a gelu, the input's gradient is multiplied
+ * by gelu's derivative as soon as it is computed. On the tape, the linear layer and gelu stay
+ * separate: linear_gelu records a node for each. If a linear layer is the only user of a gelu node,
+ * its backward also runs gelu's and passes the gradient to the node before gelu. If the
+ * intermediate tensor has a hook or another user, the operations run separately. The result is
+ * bitwise equal to gelu(linear(x)), except that a fused kernel may skip the rounding in between.
  */
 #include "nn/op.h"
 
@@ -52,9 +52,9 @@ static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fs
 }
 
 /* Returns the gelu node whose gradient comes only from this linear node, judging by reference
- * counts, or NULL if there is none. The known references are that of our edge and, if we keep
- * gelu's result for the weight's gradient, that of the result. Any other reference may belong to a
- * user whose gradient has not arrived yet. */
+ * counts, or NULL if there is none. The known references are held by our edge and, if gelu's result
+ * is kept for the weight's gradient, by that result. Any other reference may belong to a user whose
+ * gradient has not arrived yet. */
 static fsdpc_node *gelu_before(const fsdpc_node *linear)
 {
     fsdpc_node *node = linear->inputs[0].node;
@@ -65,8 +65,8 @@ static fsdpc_node *gelu_before(const fsdpc_node *linear)
     return atomic_load_explicit(&node->refs, memory_order_relaxed) == known ? node : NULL;
 }
 
-/* Computes dx = dy w, as described by `gemm`, times gelu's slope: the gradient that gelu's node
- * would pass to its predecessor. */
+/* Computes dx = dy w, as described by `gemm`, times gelu's derivative: the gradient that gelu's
+ * node would pass to its predecessor. */
 static fsdpc_status give_through_gelu(fsdpc_tape *tape, fsdpc_node *gelu, fsdpc_gemm_args gemm)
 {
     FSDPC_TRY(fsdpc_node_check(gelu));

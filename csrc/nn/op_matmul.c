@@ -1,7 +1,7 @@
 /* Matrix products.
  *
- * Each product is one GEMM call. Operands that broadcast over a batch, which is rare, are first
- * copied by expand, whose backward sums their gradients.
+ * Each product is a single GEMM call. Operands that are broadcast over a batch, which is rare, are
+ * first copied by expand, whose backward sums their gradients.
  */
 #include "nn/op.h"
 
@@ -151,7 +151,8 @@ static fsdpc_status batched(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, 
     return st;
 }
 
-/* Converts a vector to a matrix: a left operand becomes a row, a right operand a column. */
+/* Converts a vector to a matrix: a row if it is the left operand, a column if it is the right
+ * one. */
 static fsdpc_status as_matrix(fsdpc_tape *tape, fsdpc_tensor *x, bool left, fsdpc_tensor **out)
 {
     if (x->ndim > 1) {

@@ -1,7 +1,7 @@
 /* Row moments and row-wise affine maps, without gradients.
  *
- * Python builds group and batch norm from these (functional/normalization.py). Within a batch norm,
- * small tensors may be summed over ranks, which no operation here can do. The norms are therefore
+ * Python builds group and batch norm from these (functional/normalization.py). A batch norm may
+ * need to sum small tensors over ranks, which no operation here can do. The norms are therefore
  * custom nodes that call these functions for the passes over the large tensors.
  *
  * A tensor of any shape is treated as `rows` rows. Row values are fp32, or float64 for float64

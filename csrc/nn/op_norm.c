@@ -1,11 +1,11 @@
 /* Layer normalisation and RMS normalisation share one node kind; a flag tells the kernel which to
  * compute.
  *
- * Forward saves the input and two floats per row, the mean and 1/deviation. The kernel writes
- * gradients directly to their targets. It thus adds a residual's gradient, which bypasses the norm,
- * in the same pass. The kernel uses a single dtype for the weight and bias gradients. If the
- * targets' dtypes differ or the kernel cannot write them, it writes an fp32 temporary; for x's
- * gradient, the temporary has x's dtype.
+ * Forward saves the input and two floats per row, the mean and the reciprocal of the standard
+ * deviation. The kernel writes gradients directly to their targets. Adding to a residual's
+ * gradient, which bypasses the norm, therefore needs no separate pass. The kernel uses a single
+ * dtype for the weight and bias gradients. If the targets' dtypes differ or are unsupported, it
+ * writes fp32 temporaries; the temporary for x's gradient has x's dtype.
  */
 #include "nn/op.h"
 

@@ -72,7 +72,7 @@ static fsdpc_status sum_record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_su
     return FSDPC_OK;
 }
 
-/* Creates y over the remaining dimensions, and fills in the arguments of the sum that computes
+/* Creates y with the remaining dimensions, and fills in the arguments of the sum that computes
  * it. */
 static fsdpc_status sum_begin(fsdpc_tape *tape, const fsdpc_tensor *x, fsdpc_dtype out_dtype,
                               const bool *reduced, bool keepdim, fsdpc_sum_args *args,

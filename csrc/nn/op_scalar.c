@@ -1,8 +1,8 @@
 /* Arithmetic and comparisons between a tensor and a number.
  *
- * For float tensors, the number is passed as the kernel's scalar argument if it has one, and
- * otherwise as a zero-dimensional tensor. For integer tensors, an integer is passed exactly, as a
- * zero-dimensional tensor.
+ * For float tensors, the number is passed as the kernel's scalar argument if the kernel has one,
+ * and otherwise as a zero-dimensional tensor. For integer tensors, an integer is passed exactly, as
+ * a zero-dimensional tensor.
  */
 #include "nn/op.h"
 
@@ -18,8 +18,8 @@ static fsdpc_binary mirrored(fsdpc_binary kind)
     return kinds[kind];
 }
 
-/* Compares a float tensor with a number rounded to its dtype. A finite number beyond the dtype's
- * range equals no float, and only an infinity exceeds its magnitude. */
+/* Compares a float tensor with a number rounded to its dtype. No float equals a finite number
+ * outside the dtype's range, and only an infinity exceeds it in magnitude. */
 static fsdpc_status compare_float(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                   fsdpc_scalar s, fsdpc_tensor **out)
 {

@@ -1,11 +1,10 @@
-/* Shape operations: reshape shares memory and only changes the shape, whereas an operation that
- * moves elements is a strided copy.
+/* Shape operations: reshape shares memory, and operations that move elements are strided copies.
  *
- * The copy kernel walks a box, with one source stride and one destination stride per dimension. A
- * permutation permutes strides, an expansion sets them to zero, and a slice offsets the pointer. A
- * copy's backward is the copy with source and destination swapped. A slice's gradient is added to
- * its box of the input's gradient, so splitting one tensor into n parts costs one zeroed gradient,
- * not n.
+ * The copy kernel iterates over a box, with one source stride and one destination stride per
+ * dimension. A permutation permutes strides, an expansion sets them to zero, and a slice offsets
+ * the pointer. A copy's backward is the copy with source and destination swapped. A slice's
+ * gradient is added to its box of the input's gradient, so splitting a tensor into n parts zeroes
+ * one gradient, not n.
  */
 #include "nn/op.h"
 
@@ -241,8 +240,8 @@ static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
 
 static const fsdpc_node_ops slice_ops = {.name = "slice", .backward = slice_backward};
 
-/* Returns whether the slice is contiguous: all counts before the sliced dimension are 1, and later
- * dimensions are whole. */
+/* Returns whether the slice is contiguous: every dimension before the sliced one has a count of 1,
+ * and every later one is complete. */
 static bool is_contiguous(const fsdpc_tensor *x, const fsdpc_range *slices)
 {
     int d = 0;
@@ -301,7 +300,7 @@ typedef struct concat_extra {
     size_t extents[]; /* extents of dim, for all inputs */
 } concat_extra;
 
-/* Copies `part` to or from its place in `whole`, which starts at index `before` of dim. */
+/* Copies `part` to or from its position in `whole`, which starts at index `before` of dim. */
 static fsdpc_status concat_copy(fsdpc_tape *tape, fsdpc_tensor *whole, fsdpc_tensor *part, int dim,
                                 size_t before, bool to_whole)
 {

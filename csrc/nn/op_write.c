@@ -1,4 +1,4 @@
-/* An operation that writes to a tensor in place.
+/* In-place writes to a tensor.
  *
  * A write changes memory, but a node belongs to a tensor. The written memory therefore gets a new
  * tensor, whose node connects the previous contents and the value. Tensors saved for a backward
@@ -13,7 +13,7 @@
 enum { BEFORE, VALUE };
 
 /* Sets up the copy between a box of a dense tensor and values that broadcast to it; returns false
- * if the value's shape does not fit. */
+ * if the value's shape is incompatible. */
 static bool broadcast(const fsdpc_box *box, const fsdpc_tensor *value, fsdpc_copy_args *args)
 {
     size_t stride = 1;
@@ -31,7 +31,7 @@ static bool broadcast(const fsdpc_box *box, const fsdpc_tensor *value, fsdpc_cop
     return value->ndim <= box->ndim;
 }
 
-/* Passes the gradient inside the box to the value, in separate memory. */
+/* Copies the gradient inside the box and passes the copy to the value. */
 static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_tensor *dy)
 {
     const fsdpc_box *box = node->extra;
@@ -54,7 +54,7 @@ static fsdpc_status give_value(fsdpc_tape *tape, fsdpc_node *node, const fsdpc_t
     return st;
 }
 
-/* Passes the gradient, with zeros in the box, to the previous contents. Reuses the gradient's
+/* Passes the gradient, zeroed inside the box, to the previous contents. Reuses the gradient's
  * memory if nothing else reads it, so that each write in a loop over rows costs only one row. */
 static fsdpc_status give_before(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
@@ -101,7 +101,7 @@ static fsdpc_status record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *b
     return fsdpc_op_return(st, y, out);
 }
 
-/* Removes the value's extra leading dimensions of size 1, which the box may lack, as NumPy does. */
+/* Removes leading dimensions of size 1 that the value has in excess of the box, as NumPy does. */
 static fsdpc_status fitted(fsdpc_tape *tape, const fsdpc_box *box, fsdpc_tensor *value,
                            fsdpc_tensor **out)
 {
@@ -131,7 +131,7 @@ bool fsdpc_box_overlaps(const fsdpc_tensor *x, const fsdpc_box *box, const fsdpc
            first < from + fsdpc_tensor_bytes(value);
 }
 
-/* Copies the value if the write would overwrite it while reading it. */
+/* Copies the value if it overlaps the memory that the write changes. */
 static fsdpc_status apart(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_box *box,
                           fsdpc_tensor **value_io)
 {

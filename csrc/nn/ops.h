@@ -6,8 +6,8 @@
  * broadcast as NumPy does; matrix products and normalisations require equal dtypes. Errors name the
  * operation and show both shapes or dtypes.
  *
- * The views, which share memory, are reshape, detach, a contiguous slice, a cast to the same dtype,
- * and dropout that does nothing. Every other result has new memory.
+ * The views, which share memory, are the results of reshape, detach, a contiguous slice, a cast to
+ * the same dtype, and a no-op dropout. All other results are in new memory.
  */
 #ifndef FSDPC_NN_OPS_H_
 #define FSDPC_NN_OPS_H_
@@ -24,8 +24,7 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
 /* Returns the common dtype of a and b, by PyTorch's rules. */
 fsdpc_dtype fsdpc_op_result_type(const fsdpc_tensor *a, const fsdpc_tensor *b);
 /* x kind s, or s kind x if `reversed`: op_scalar.c. If s is integral, an integer tensor keeps its
- * dtype: comparisons are exact, and arithmetic with an integer that the dtype cannot hold is an
- * error. */
+ * dtype: comparisons are exact, and arithmetic fails if the dtype cannot hold s. */
 fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x,
                                     fsdpc_scalar s, bool reversed, fsdpc_tensor **out);
 fsdpc_status fsdpc_op_cast(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_dtype dtype,
@@ -72,21 +71,21 @@ typedef struct fsdpc_box {
     size_t shape[FSDPC_MAX_DIMS];
     size_t strides[FSDPC_MAX_DIMS];
 } fsdpc_box;
-/* Returns whether the value overlaps the memory between the box's first and last elements. */
+/* Returns whether the value overlaps the memory range that the box spans. */
 bool fsdpc_box_overlaps(const fsdpc_tensor *x, const fsdpc_box *box, const fsdpc_tensor *value);
 /* x[box] = value, broadcast (extra leading extents of 1 are allowed) and converted; the value may
- * be part of x. Increments the version. `out` may be given if x has floats. The write is then
- * recorded if x or the value requires grad: *out, which replaces x, is a tensor over x's memory
- * with the write's node. Otherwise *out is unchanged. */
+ * be part of x. Increments the version. `out` may be given if x has floats. If x or the value
+ * requires grad, the write is recorded: *out, which replaces x, is a tensor over x's memory with
+ * the write's node. Otherwise *out is unchanged. */
 fsdpc_status fsdpc_op_write(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_box *box,
                             fsdpc_tensor *value, fsdpc_tensor **out);
 
 /* ---- reductions: op_reduce.c ---- */
 
-/* Sums over the dimensions whose flag is set (ndim flags). */
+/* Sums over the dimensions whose flag is set; there is one flag per dimension. */
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out);
-/* Sums squares in the same way; the result for 16-bit floats is F32. */
+/* Sums squares in the same way; for 16-bit floats, the result is F32. */
 fsdpc_status fsdpc_op_sum_squares(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
                                   bool keepdim, fsdpc_tensor **out);
 /* Computes a cumulative sum along a dimension of floats, I32 or I64. */
@@ -94,7 +93,7 @@ fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_t
 /* Computes the logarithm of the sum of exponentials along a dimension. */
 fsdpc_status fsdpc_op_logsumexp(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool keepdim,
                                 fsdpc_tensor **out);
-/* Works along any dimension, but any except the last costs two copies. */
+/* Works along any dimension; dimensions other than the last cost two copies. */
 fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool log,
                               fsdpc_tensor **out);
 
@@ -136,9 +135,9 @@ fsdpc_status fsdpc_op_pool2d(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_pool
 /* Normalises over the last dimension; weight and bias (cols) may be NULL. */
 fsdpc_status fsdpc_op_norm(fsdpc_tape *tape, bool layer, fsdpc_tensor *x, fsdpc_tensor *weight,
                            fsdpc_tensor *bias, double eps, fsdpc_tensor **out);
-/* Treats x as `rows` rows and returns their means, then their sums of squared distances from the
- * mean, as (2, rows) of F32 (F64 for F64), without gradients. With dy, returns the sums of dy, then
- * of dy * (x - shift). dy, shift may be NULL. */
+/* Returns the means of x's `rows` rows, then their sums of squared distances from the mean, as (2,
+ * rows) of F32 (F64 for F64), without gradients. If dy is given, returns the sums of dy, then of dy
+ * * (x - shift). dy, shift may be NULL. */
 fsdpc_status fsdpc_op_row_moments(fsdpc_tape *tape, fsdpc_tensor *x, size_t rows, fsdpc_tensor *dy,
                                   fsdpc_tensor *shift, fsdpc_tensor **out);
 typedef struct fsdpc_row_values { /* in the dtype of moments; all but a may be NULL */
@@ -160,13 +159,13 @@ typedef struct fsdpc_attention_options {
     size_t window;     /* keys that a query sees, including its own; 0: all; requires causal */
 } fsdpc_attention_options;
 /* mask may be NULL, bool, or floats, which are added and get no gradient. The mask has up to four
- * dimensions, which broadcast to (B, H, Tq, Tk) in either layout. */
+ * dimensions, which are broadcast to (B, H, Tq, Tk) in either layout. */
 fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
                                 fsdpc_tensor *mask, const fsdpc_attention_options *options,
                                 fsdpc_tensor **out);
-/* Does the same for rows of several documents, which do not attend to each other. q, k and v have
- * the same number of tokens; `lengths` contains the number of tokens per document, row by row, and
- * no document crosses a row's end. */
+/* Does the same for rows that hold several documents, which do not attend to each other. q, k and v
+ * have the same number of tokens; `lengths` contains the number of tokens per document, row by row,
+ * and no document crosses a row's end. */
 fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k,
                                        fsdpc_tensor *v, const fsdpc_attention_options *options,
                                        size_t documents, const size_t *lengths, fsdpc_tensor **out);
@@ -174,7 +173,7 @@ fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_
  * gets no gradient */
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
                                 int64_t padding, fsdpc_tensor **out);
-/* Computes on the host the positions (I64), in a tensor of this shape, of the elements that an
+/* Computes, on the host, the positions (I64) in a tensor of this shape of the elements that an
  * index selects along dim. *out is NULL if an index is out of range. */
 fsdpc_status fsdpc_op_element_places(fsdpc_tape *tape, const fsdpc_tensor *index, int ndim,
                                      const size_t *shape, int dim, fsdpc_tensor **out);
@@ -205,7 +204,8 @@ typedef struct fsdpc_custom_ops {
 } fsdpc_custom_ops;
 
 /* Connects the outputs, which must have no node and no other users, to the inputs. If no gradients
- * flow, it calls release(arg) at once, unless `always` is set. On failure the caller keeps arg. */
+ * flow, it calls release(arg) at once, unless `always` is set. On failure, the caller keeps
+ * ownership of arg. */
 fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg, bool always,
                              int n_in, fsdpc_tensor *const *inputs, int n_out,
                              fsdpc_tensor *const *outputs);

@@ -1,15 +1,15 @@
-/* Records operations and accumulates the gradients from their backwards.
+/* Records operations and accumulates the gradients that their backwards compute.
  *
  * The gradient of an intermediate tensor accumulates in its node. The first contribution is stored
  * without a copy and shared with its other holders. The second is added in place if the memory has
- * no other holder, otherwise into new memory. The user may keep a leaf's gradient, so it is copied
- * unless it is exclusive.
+ * no other holder; otherwise, the sum is written to new memory. A leaf's first gradient is copied
+ * unless its memory is exclusive, because the user may keep it.
  *
  * Operations that can write their gradient anywhere request a target (a reduce buffer, a leaf's
- * `grad` or the node's gradient) and are told whether to add to it. For each of a model's weights,
- * this saves a temporary and a pass over memory.
+ * `grad` or the node's gradient) and learn whether to add to it. This saves a temporary and a pass
+ * over memory for each of a model's weights.
  *
- * Execution order, hooks of leaves and nesting are in nn/backward.c.
+ * nn/backward.c implements execution order, leaf hooks and nesting.
  */
 #include "nn/tape.h"
 
@@ -91,8 +91,8 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
 
 /* ---- gradients ---- */
 
-/* Returns whether a leaf needs a gradient; one that was frozen after forward needs it only for its
- * hooks, as in PyTorch. */
+/* Returns whether a leaf needs a gradient; as in PyTorch, a leaf that was frozen after forward
+ * needs one only for its hooks. */
 static bool takes(const fsdpc_tensor *leaf)
 {
     return leaf->requires_grad || fsdpc_tensor_has_hooks(leaf);
@@ -188,7 +188,7 @@ fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_ten
     return give_slot(tape, &edge->node->grad, gradient);
 }
 
-/* Returns the tensor in *slot as a target, creating it if it is missing. */
+/* Returns the tensor in *slot as a target, creating it if it does not exist. */
 static fsdpc_status slot_target(fsdpc_tape *tape, fsdpc_tensor **slot, bool exclusive,
                                 fsdpc_dtype dtype, int ndim, const size_t *shape,
                                 fsdpc_grad_target *out)

@@ -5,10 +5,10 @@
  * consumers are always created after it. Backward therefore runs the reachable nodes in descending
  * order, a topological order that is the same in every run. A node has one output.
  *
- * Boundaries mark places on the tape: a boundary is an identity whose backward first calls a
- * function. A boundary on a unit's outputs tells the engine, at its first call, that the unit's
- * backward begins; one on its inputs tells it that backward ends. The boundary on the inputs is
- * created before all nodes inside the unit, so its backward runs after theirs.
+ * A boundary marks a place on the tape: it is an identity whose backward first calls a function. A
+ * boundary on a unit's outputs tells the engine, at its first call, that the unit's backward
+ * begins; one on its inputs tells it that backward ends. The boundary on the inputs is created
+ * before all nodes inside the unit, so its backward runs after theirs.
  *
  * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again
  * is an error. Backward may be nested (activation checkpointing runs one inside another).
@@ -31,8 +31,8 @@ struct fsdpc_tape {
     _Atomic uint64_t next_number; /* atomic: operations run outside the GIL on several threads */
     int backward_depth;           /* > 0 inside backward */
     uint64_t seed, next_stream;   /* for dropout and initialisation */
-    /* Kept in device memory for captured steps; NULL before the first dropout or if the device has
-     * no graphs. */
+    /* In device memory, for captured steps; NULL before the first dropout or if the device does not
+     * support graphs. */
     struct fsdpc_dropout_key *dropout_key;
     uint64_t recomputing; /* next_number when the running recomputation first ran */
 
@@ -70,7 +70,7 @@ fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_bounda
 fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, fsdpc_status status),
                                void *arg);
 
-/* Adds a hook to a tensor that requires grad. On failure, the caller keeps `arg`. */
+/* Adds a hook to a tensor that requires grad. On failure, the caller keeps ownership of `arg`. */
 fsdpc_status fsdpc_tape_add_hook(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_fn fn, void *arg,
                                  void (*release)(void *arg), fsdpc_hook **out);
 
@@ -89,7 +89,7 @@ fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int 
  * gradient. */
 bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 
-/* In backward, hands over a finished gradient, which the call acquires and stores or adds to the
+/* In backward, passes on a finished gradient: the call acquires and stores it, or adds it to the
  * existing one. The gradient must have the input's shape and dtype, and must not be written
  * afterwards. */
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
@@ -99,11 +99,11 @@ fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_ten
 fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient);
 
 /* In backward, returns a target for this edge's gradient, for operations whose kernels support
- * `accumulate` and any output dtype. The operation must then write the target or fail. `shape` and
- * `dtype` are the input's; the target's dtype may differ (a reduce buffer's). */
+ * `accumulate` and any output dtype. The operation must then either write the target or fail.
+ * `shape` and `dtype` are the input's; the target's dtype may differ (a reduce buffer's). */
 fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype,
                                int ndim, const size_t *shape, fsdpc_grad_target *out);
-/* Copies or adds a contribution from other memory to its target. */
+/* Copies a contribution to its target, or adds it to the target's contents. */
 fsdpc_status fsdpc_target_write(const fsdpc_tape *tape, const fsdpc_grad_target *target,
                                 const void *data, fsdpc_dtype dtype, size_t numel);
 

@@ -1,10 +1,10 @@
 /* A tensor consists of two small structs, each with a reference count: the tensor itself and its
  * storage.
  *
- * A tensor's memory comes from the device (category ACTIVATION) and is freed with the last tensor
- * over its storage, on any thread. The count is atomic, and foreign memory's `release` takes any
- * lock that its owner needs. Shapes are small arrays inside the struct, so creating a view only
- * costs one malloc.
+ * A tensor's memory comes from the device (category ACTIVATION) and is freed, on any thread, with
+ * the last tensor that shares its storage. Reference counts are atomic, and the `release` function
+ * of foreign memory takes any lock that the owner needs. Shapes are small arrays inside the struct,
+ * so creating a view costs only one malloc.
  *
  * Releasing a tensor may release the node that created it, which releases other tensors and nodes.
  * The node's `release_node` uses a list for this (nn/node.c), so that a long chain does not
@@ -266,7 +266,8 @@ bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t)
 int fsdpc_tensor_sharers(const fsdpc_tensor *t)
 {
     /* acquire: a former holder's writes are complete. A node freed on another thread removes itself
-     * from `kept` before it drops its reference, so the difference is never too small. */
+     * from `kept` before it drops its reference, so the difference never undercounts the
+     * sharers. */
     int kept = atomic_load_explicit(&t->storage->kept, memory_order_acquire);
     return atomic_load_explicit(&t->storage->refs, memory_order_acquire) - kept;
 }

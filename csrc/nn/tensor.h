@@ -88,8 +88,8 @@ fsdpc_status fsdpc_tensor_create_deferred(fsdpc_dtype dtype, int ndim, const siz
 fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data, void (*release)(fsdpc_storage *),
                                void *owner, fsdpc_tensor **out);
-/* Creates a tensor with another shape but the same numel over `data` within t's storage; it has no
- * autograd, which operations add.
+/* Creates a tensor with a different shape of the same numel over `data` within t's storage; it has
+ * no autograd state, which operations add.
  */
 fsdpc_status fsdpc_tensor_view(const fsdpc_tensor *t, int ndim, const size_t *shape, void *data,
                                fsdpc_tensor **out);
@@ -112,11 +112,12 @@ size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
 fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* fails if deferred or its guard does */
 /* Checks that the tensor may be written in place: its memory is valid and not read-only. */
 fsdpc_status fsdpc_tensor_check_writable(const fsdpc_tensor *t);
-/* Does the same check before a write, and increments the version. */
+/* Performs the same check before a write, and increments the version. */
 fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t);
-/* Returns whether the caller holds the only references: one to the tensor, one to its storage. */
+/* Returns whether the caller holds the only reference to the tensor, and the tensor the only one to
+ * its storage. */
 bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
-/* Returns the number of usable tensors that share its memory, not counting those kept only by
+/* Returns the number of usable tensors that share its memory, excluding those kept only by
  * nodes. */
 int fsdpc_tensor_sharers(const fsdpc_tensor *t);
 /* Returns whether the tensor is a leaf that still has a hook. */

@@ -7,16 +7,16 @@
  * causality, a window or a mask are skipped.
  *
  * Forward is split over (batch, head, run of query blocks), backward over (batch, key-value head).
- * Every result therefore has one writer, and dk, dv are summed over the query heads of a group and
- * their blocks in ascending order. Threads take units of work from a shared counter, and the
- * assignment does not change the results. If backward has fewer (batch, key-value head) pairs than
- * threads, some threads stay idle.
+ * Every result therefore has one writer, and dk and dv are summed over the query heads of a group
+ * and their blocks in ascending order. Threads claim units of work through a shared counter; which
+ * thread claims a unit does not affect the results. If backward has fewer (batch, key-value head)
+ * pairs than threads, some threads stay idle.
  *
- * The kernels are attention_body.h, compiled once per instruction set, and attention_f64.c for F64.
- * On processors with bf16 product instructions, BF16 inputs are multiplied without conversion. The
- * probabilities P and the score gradients dS are rounded to bf16 before they are multiplied, as
- * FlashAttention and PyTorch do. Everything else is fp32. The other paths, and all paths for F16,
- * convert inputs to fp32 during packing and round only the results.
+ * The kernels are in attention_body.h, which is compiled once per instruction set, and in
+ * attention_f64.c for F64. On processors with bf16 product instructions, BF16 inputs are multiplied
+ * without conversion. The probabilities P and the score gradients dS are rounded to bf16 before
+ * they are multiplied, as FlashAttention and PyTorch do. Everything else is fp32. The other paths,
+ * and all paths for F16, convert inputs to fp32 during packing and round only the results.
  */
 #include "ops/attention.h"
 
@@ -92,7 +92,7 @@ static void forward_part(void *arg, size_t part)
         size_t unit = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
         if (unit >= job->units)
             return;
-        /* Later runs come first, because they are the longest under a causal mask. */
+        /* The later runs come first, because they are the longest under a causal mask. */
         size_t first = (runs - 1 - unit % runs) * job->run_queries, pair = unit / runs;
         fsdpc_attention_run run = {pair / x->heads, pair % x->heads, first,
                                    fsdpc_min_size(first + job->run_queries, x->tokens_q)};

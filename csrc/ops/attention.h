@@ -1,6 +1,6 @@
 /* Blocked CPU attention, forward and backward; ops/nn_ops.h explains the arguments.
  *
- * These functions are the attention slots of the CPU's nn_ops tables and select their kernels by
+ * These functions fill the attention slots of the CPU's nn_ops tables and select their kernels by
  * stream->device->isa. Results do not depend on the number of threads.
  */
 #ifndef FSDPC_OPS_ATTENTION_H

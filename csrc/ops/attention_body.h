@@ -11,7 +11,7 @@
  * the sum is at least about 1. Exponents are base 2, with scale * log2 e folded in. Hidden scores
  * are -inf before exp2. m is initially finite, so rows that see no keys have sum 0 and no NaN.
  *
- * T(Q) carries the sign of scale, so that hidden scores are -inf for negative scales as well.
+ * The sign of scale is applied to T(Q), so that hidden scores are -inf even if scale is negative.
  *
  * With a mask, scores are scaled before the mask is added, and c is then 1 (attention_mask.h).
  * Backward subtracts m and the log of l separately, because a mask's large numbers would absorb the
@@ -88,8 +88,8 @@ static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, 
 /* -- products over a block of keys ------------------------------------------------------------- */
 
 /* A block of keys. The upper half of the queries may see all of the block's keys, the lower half
- * only the first `full` (rounded up). Half of the scores hidden on a causal mask's diagonal are
- * thus never computed. */
+ * only the first `full` (rounded up). Half of the hidden scores on a causal mask's diagonal are
+ * therefore never computed. */
 typedef struct key_block {
     size_t k0, keys, full;
 } key_block;
@@ -162,7 +162,8 @@ static void gemm_by_key(const attention_plan *plan, key_block block, const unit 
 
 /* -- results ----------------------------------------------------------------------------------- */
 
-/* Writes lane t of `from` (out_rows x 64), times factor[t] and rounded, to row t of `to`. */
+/* Multiplies lane t of `from` (out_rows x 64) by factor[t], rounds it, and writes it to row t of
+ * `to`. */
 FSDPC_INLINE void write_lanes_as(void *to, size_t first, size_t stride, const float *from,
                                  const float *factor, size_t rows, size_t dim, fsdpc_dtype dtype)
 {
@@ -198,7 +199,8 @@ static void write_lanes(void *to, size_t first, size_t stride, const float *from
         write_lanes_as(to, first, stride, from, factor, rows, dim, FSDPC_F32);
 }
 
-/* Writes the rows of `from` (rows x dn), times `factor` and rounded, to the rows of `to`. */
+/* Multiplies the rows of `from` (rows x dn) by `factor`, rounds them, and writes them to the rows
+ * of `to`. */
 static void write_rows(void *to, size_t first, size_t stride, const float *from, size_t dn,
                        float factor, size_t rows, size_t dim, fsdpc_dtype dtype)
 {

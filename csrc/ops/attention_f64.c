@@ -85,7 +85,7 @@ static void forward(const fsdpc_attention_args *x, const fsdpc_attention_run *ru
     }
 }
 
-/* Adds query t's contribution to dk and dv, and writes its dq. */
+/* Adds the contribution of query t to dk and dv, and writes its dq. */
 static void backward_query(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, double *p)
 {
     size_t kv_head = h / (x->heads / x->kv_heads), n = fsdpc_attention_visible(x, t);

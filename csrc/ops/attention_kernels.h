@@ -42,7 +42,7 @@ extern const fsdpc_attention_kernels fsdpc_attention_amx;
 /* F64 only */
 extern const fsdpc_attention_kernels fsdpc_attention_f64;
 
-/* Returns how many keys, counted from the first, query t sees. */
+/* Returns the number of keys, counted from the first, that query t sees. */
 static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, size_t t)
 {
     if (!args->causal)

@@ -3,8 +3,8 @@
  * Scores have keys as rows and queries as lanes (attention_body.h), but masks have queries as rows.
  * Each block is therefore transposed in vector-sized squares, or broadcast if all queries share a
  * row. bool becomes 0 or -inf. Added floats are clamped to at least -FLT_MAX, so only -inf hides a
- * key. If the mask is the lowest finite number for all of a query's keys, the query sees them all
- * equally, as in PyTorch.
+ * key. If the mask is the lowest finite number for all of a query's keys, the query attends to all
+ * of them equally, as in PyTorch.
  */
 #ifndef FSDPC_OPS_ATTENTION_MASK_H
 #define FSDPC_OPS_ATTENTION_MASK_H
@@ -37,7 +37,8 @@ FSDPC_INLINE fsdpc_vf mask_load(const void *mask, size_t at, size_t n, fsdpc_dty
     return fsdpc_vf_select(v == hidden, hidden, bias);
 }
 
-/* Loads a square of queries by keys, of which only the first `queries` and `keys` exist. */
+/* Loads a square of queries by keys, of which only the first `queries` rows and `keys` columns
+ * exist. */
 FSDPC_INLINE void mask_square(const fsdpc_attention_args *x, size_t at, size_t queries, size_t keys,
                               fsdpc_vf v[FSDPC_LANES], fsdpc_dtype dtype)
 {

@@ -80,7 +80,7 @@ static void hide_scores(const fsdpc_attention_args *x, size_t q0, size_t k0, siz
     }
 }
 
-/* If a score leaves P's range, raises m and rescales l and the contents of o (rows x 64). */
+/* If a score exceeds P's range, raises m and rescales l and the contents of o (rows x 64). */
 static void raise_reference(softmax_state *state, const float *s, size_t keys, float c, float *o,
                             size_t rows)
 {

@@ -1,8 +1,8 @@
 /* The units of attention's small matrix products, and the conversion of rows to units.
  *
  * With ATTENTION_PAIR 1, a unit is a float, and F32, BF16 and F16 rows are converted as they are
- * packed. With ATTENTION_PAIR 2, a unit is two bf16 that are neighbours along the dimension that a
- * product sums over; this supports only BF16. A matrix X (rows x d) is packed in up to three
+ * packed. With ATTENTION_PAIR 2, a unit is two bf16 values that are adjacent along the dimension
+ * that a product sums over; this supports only BF16. A matrix X (rows x d) is packed in up to three
  * layouts, all padded with zeros:
  *
  *   R(X)  rows x du            pairs along d: X's rows unchanged

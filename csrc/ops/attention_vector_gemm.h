@@ -1,10 +1,10 @@
 /* C (m x n) = or += A B on small packed operands, in vector registers.
  *
- * A unit is a float or, with ATTENTION_PAIR 2, two bf16 that are neighbours along k, with the first
- * in the lower half. A's unit (i, kk) is a[i * a_row + kk * a_col], with any strides; B's row kk
- * holds n units; n is a multiple of 16. C stays in registers while k runs in ascending order. A
- * tile has 6 rows and as many columns as registers allow: 24 accumulators with AVX-512's 32
- * registers, 12 with 16.
+ * A unit is a float or, with ATTENTION_PAIR 2, two bf16 values that are adjacent along k, with the
+ * first in the lower half. Unit (i, kk) of A is a[i * a_row + kk * a_col], with arbitrary strides;
+ * row kk of B holds n units, where n is a multiple of 16. C stays in registers while k runs in
+ * ascending order. A tile has 6 rows and as many columns as the registers allow: 24 accumulators
+ * with AVX-512's 32 registers, and 12 with 16 registers.
  */
 #ifndef FSDPC_OPS_ATTENTION_VECTOR_GEMM_H
 #define FSDPC_OPS_ATTENTION_VECTOR_GEMM_H

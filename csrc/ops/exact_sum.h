@@ -1,4 +1,5 @@
-/* An exact sum of fp64 values has the same bits for any order, split and number of ranks.
+/* An exact sum of fp64 values has the same bits for any order of additions, any split and any
+ * number of ranks.
  *
  * The sum is kept as 68 signed words, each a 32-bit digit with 31 bits for carries. Together they
  * are a fixed-point number that spans the whole fp64 range (digit d has weight 2^(32 d - 1074)).

@@ -5,10 +5,10 @@
  * above 32 into the next digit, from the lowest digit up. Afterwards every digit but the last is
  * in [0, 2^32), and the words are a canonical form of the number: equal sums have equal words.
  *
- * Reading a sum takes the 53 bits that start with its leading one. It rounds them according to the
- * next bit and whether any lower bit is set. A sum is rounded nowhere else. The number is an
- * integer times 2^-1074, the smallest subnormal. A sum of fewer than 54 bits is therefore exact,
- * and its bit pattern is the integer itself, so subnormals need no special case.
+ * Reading a sum extracts 53 bits, beginning with its leading one. It rounds them according to the
+ * next bit and whether any lower bit is set. This is the only rounding. The number is an integer
+ * times 2^-1074, the smallest subnormal. A sum of fewer than 54 bits is therefore exact, and its
+ * bit pattern is the integer itself, so subnormals need no special case.
  *
  * Written once for CPU and GPU: the including file first includes ops/exact_sum.h and math.h and
  * defines RULE, which precedes each function.

@@ -1,8 +1,8 @@
 /* Elementwise kernels on one or two buffers: cast, accumulate, scale, equal.
  *
  * Included by flat_cpu_body.h. The *_run functions receive dtypes as constants, so each is one
- * tight loop. The *_range functions select one of them, and the slots check arguments and run the
- * team.
+ * tight loop. The *_range functions select one of them; the functions in the table check arguments
+ * and run the team's threads.
  */
 
 /* -- cast -------------------------------------------------------------------------------------- */
@@ -25,7 +25,7 @@ FSDPC_INLINE void cast_run(void *dst, fsdpc_dtype dst_dtype, const void *src, fs
     }
 }
 
-/* Copies bytes as fp32, for which there are streaming stores. */
+/* Copies bytes as fp32, because streaming stores exist for fp32. */
 static void copy_range(void *dst, const void *src, size_t bytes, bool stream)
 {
     size_t moved = stream ? bytes / 4 * 4 : 0;

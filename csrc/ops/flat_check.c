@@ -1,6 +1,6 @@
 /* Argument checks, and the number and names of an optimizer's states.
  *
- * Plugins also compile this file, so it only uses fsdpc_fail and the dtype table.
+ * Plugins also compile this file, so it uses only fsdpc_fail and the dtype table.
  */
 #include "ops/flat_check.h"
 

@@ -1,5 +1,5 @@
-/* Argument checks shared by all flat kernel tables, so that a program fails with the same message
- * on every device.
+/* Argument checks shared by all flat kernel tables, so that every device fails with the same
+ * message.
  */
 #ifndef FSDPC_OPS_FLAT_CHECK_H
 #define FSDPC_OPS_FLAT_CHECK_H

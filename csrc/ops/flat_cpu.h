@@ -21,12 +21,12 @@ extern const fsdpc_flat_ops fsdpc_flat_ops_avx512;
 /* Processes elements begin .. end - 1 of the range passed to fsdpc_flat_split. */
 typedef void (*fsdpc_flat_range_fn)(void *arg, size_t begin, size_t end);
 
-/* Runs fn over [0, numel), split at multiples of `unit` between the device team's threads, or in
- * one piece if the range or the team is small. */
+/* Runs fn over [0, numel), split at multiples of `unit` among the device team's threads, or in one
+ * piece if the range or the team is small. */
 void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_flat_range_fn fn,
                       void *arg);
 
-/* All paths share these functions, so their results are the same. */
+/* All paths share these functions, so their results are identical. */
 fsdpc_status fsdpc_flat_norm_join_cpu(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_flat_norm_value_cpu(const fsdpc_norm *norm, double p, double *out,
                                        fsdpc_stream *stream);
@@ -38,8 +38,8 @@ static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)
     return (char *)base + i * fsdpc_dtype_bytes(dtype);
 }
 
-/* fp64 to fp32, rounded to odd. Rounding again, to bf16 or fp16, then equals a single rounding:
- * fp32 has more than two extra bits, and the odd bit records the loss. */
+/* fp64 to fp32, rounded to odd. Rounding the result to bf16 or fp16 then equals a single rounding:
+ * fp32 has more than two extra bits, and the odd bit records inexactness. */
 static inline float fsdpc_f64_to_f32_odd(double x)
 {
     float rounded = (float)x;

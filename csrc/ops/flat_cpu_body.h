@@ -1,10 +1,10 @@
 /* The CPU's flat kernels for one instruction set.
  *
  * Included once by each flat_cpu*.c, which defines FSDPC_FLAT_TABLE and FSDPC_FLAT_NAME; everything
- * here is static, so the copies do not conflict. All arithmetic is per element and written once
- * for full vectors and tails, so splits and alignment cannot change a bit. Every copy uses the
- * same operations (a fused multiply-add only if the source names one), so the instruction sets also
- * agree.
+ * here is static, so the copies do not conflict. All arithmetic is per element and written once for
+ * full vectors and tails, so splits and alignment cannot change the result. Every copy uses the
+ * same operations (a fused multiply-add only if the source names one), so results are also
+ * identical across instruction sets.
  */
 #include "base/random.h"
 #include "base/size.h"

@@ -3,8 +3,8 @@
  *
  * Initial weights should be the same on every machine, but libm's functions are not: glibc selects
  * variants by processor, and versions differ in the last bits. The functions here therefore use
- * plain fp64 operations, which both builds forbid contracting to fused ones, so only IEEE
- * arithmetic determines the bits. Their error is below 1e-12, far below fp32 rounding.
+ * plain fp64 operations, and both builds forbid fusing them, so only IEEE arithmetic determines the
+ * bits. Their error is below 1e-12, far below fp32 rounding errors.
  */
 
 /* log of k / 2^32 for k in 1 .. 2^32 */

@@ -3,8 +3,8 @@
  * Included by flat_cpu_body.h. Magnitudes are compared as integers, using the bits without the
  * sign. Non-negative floats sort like their bit patterns, and NaN sorts above infinity, so a
  * maximum propagates NaN without a check. A maximum does not depend on the order of its elements,
- * so threads and paths agree. clamp compares as floats: a NaN is neither above nor below, and stays
- * unchanged.
+ * so results are identical for all thread counts and instruction sets. clamp compares as floats: a
+ * NaN is neither above nor below, and stays unchanged.
  */
 
 /* Processes whole registers of bit patterns, selecting the maximum in each lane by a comparison. */

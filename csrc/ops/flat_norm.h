@@ -1,10 +1,10 @@
-/* Norms that are being computed in device memory, and the arguments of the table's norm_join and
- * clip.
+/* Norms that are still being computed in device memory, and the arguments of the table's norm_join
+ * and clip.
  *
  * A norm starts as zeros; sumsq, sumpow or absmax adds elements to it. The host should not have to
- * read the norm before the optimizer does. Table calls therefore also combine norms, compute their
- * value, and derive the clipping factor. All of them use fp64 without fused operations, so every
- * device computes the same bits.
+ * read the norm before the optimizer can use it. Functions in the table therefore also combine
+ * norms, compute their value, and derive the clipping factor. All of them use fp64 without fused
+ * operations, so every device computes the same bits.
  */
 #ifndef FSDPC_OPS_FLAT_NORM_H
 #define FSDPC_OPS_FLAT_NORM_H

@@ -1,7 +1,7 @@
 /* Single-threaded norm rules (ops/flat_norm.h), written once for CPU and GPU: the including file
  * first includes exact_sum_rules_body.h and defines RULE, which precedes each function.
  *
- * Because norms can be scaled afterwards, a gradient's factor can stay pending. A power of two
+ * Because norms can be scaled afterwards, the factor of a gradient can stay pending. A power of two
  * shifts the exponent of every term equally, so the sum of the scaled terms is the shifted sum.
  * (Elements that the factor makes subnormal would be rounded; the shifted sum is not.)
  */

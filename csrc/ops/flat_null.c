@@ -1,8 +1,7 @@
 /* Flat kernels that compute nothing: device_null's table.
  *
  * Every call is accepted, and memory is neither read nor written. Callers branch on only one
- * output, which reports whether two ranges are equal. That output stays unchanged, because memory
- * never changes.
+ * output: whether two ranges are equal. That output stays unchanged, because memory never changes.
  */
 #include "ops/flat_ops.h"
 

@@ -1,13 +1,13 @@
 /* Flat kernels: casts, reductions over ranks, norms, optimizers.
  *
- * One table per device and instruction set. Callers use fsdpc_flat_*(…, stream), never a slot.
- * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise. Buffers need
- * only be aligned to their elements, but are fastest if aligned to 64 bytes. `dst` and `src` may
- * be equal (in place) if their elements have equal size, but must not partly overlap.
+ * There is one table per device and instruction set. Callers use fsdpc_flat_*(…, stream), never a
+ * slot. Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise. Buffers
+ * need only be aligned to their elements, but are fastest if aligned to 64 bytes. `dst` and `src`
+ * may be equal (in place) if their elements have equal size, but must not partly overlap.
  *
- * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals are kept). Sums are
- * in fp32 or wider. Results do not depend on threads, alignment or how the caller splits the range
- * into calls, except that norms are summed over whole leaves (see sumsq).
+ * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals are kept). Sums use
+ * fp32 or a wider dtype. Results do not depend on threads, alignment or how the caller splits the
+ * range into calls, except that norms are summed over whole leaves (see sumsq).
  */
 #ifndef FSDPC_OPS_FLAT_OPS_H
 #define FSDPC_OPS_FLAT_OPS_H
@@ -17,11 +17,11 @@
 #include "ops/flat_step.h"
 
 /* out = cast(scale * (tree sum over srcs)) [+ out]. The tree is pairwise over the index:
- * ((0+1)+(2+3))+..., and a node without a partner passes up unchanged. Partial sums are in the
+ * ((0+1)+(2+3))+..., and a node without a partner is passed up unchanged. Partial sums are in the
  * wider of fp32 and `dtype`. The scaled sum is rounded once through `round_dtype`: the reduce
- * dtype, so that one rank rounds as several do, or the wide dtype for partial sums, which stay
- * unrounded. The sum is then cast to out_dtype and, with `accumulate`, added to out in fp32 (F64 if
- * out is F64). */
+ * dtype, so that one rank rounds like several, or, to leave partial sums unrounded, the wide dtype.
+ * The sum is then cast to out_dtype and, with `accumulate`, added to out in fp32 (F64 if out is
+ * F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */

@@ -2,10 +2,10 @@
  *
  * Included by flat_cpu_body.h. Up to four sources are added in registers and stored directly.
  * More sources are added in groups of four, a block of REDUCE_BLOCK elements at a time. Group sums
- * are written to blocks in L1, which are merged like the digits of a binary counter (equal heights
- * merge), so at most log2 of them exist at once. The result is the header's pairwise tree, level by
- * level. Reading a block from each source in turn, instead of a vector from every source, limits
- * the prefetchers to few streams.
+ * are written to blocks in L1 and merged like the digits of a binary counter (equal heights merge),
+ * so only logarithmically many exist at once. The result equals the header's pairwise tree, level
+ * by level. Reading a block from one source after another, instead of a vector from every source,
+ * keeps the number of prefetch streams small.
  *
  * If any dtype is F64, as in tests and rare models, elements are added one by one with the same
  * counter.
@@ -50,7 +50,7 @@ FSDPC_INLINE fsdpc_vf reduce_value(const fsdpc_reduce_args *a, size_t i, fsdpc_v
                          : fsdpc_vf_load_as(a->out, i, out_dtype));
 }
 
-/* The sources of reduce_run: element i of out is the sum of their elements i - origin. */
+/* The sources of reduce_run: element i of out is the sum of element i - origin of every source. */
 typedef struct reduce_from {
     const void *const *srcs;
     int n; /* 1 to 4 */

@@ -91,9 +91,9 @@ static const uint32_t *random_words(uint32_t *words, uint64_t seed, uint64_t str
     return words + skip;
 }
 
-/* Rounds to bf16 with 16 bits of each word, starting at bit `shift`. These bits are added below
- * the kept bits, and carry with a probability proportional to the truncated part. NaN and infinity
- * are unchanged. */
+/* Rounds to bf16, using 16 bits of each word, beginning at bit `shift`. These bits are added below
+ * the kept bits and carry into them with a probability proportional to the truncated part. NaN and
+ * infinity are unchanged. */
 static void round_stochastically(float *x, const uint32_t *words, int shift, size_t n)
 {
     for (size_t i = 0; i < n; i++) {

@@ -2,7 +2,7 @@
  *
  * fp32 steps are vectorised in flat_step_body.h. fp64 parameters are rare, so their steps are plain
  * loops, shared by all tables, with states also in fp64. The loops use the same order of operations
- * as fp32 steps, but without fused ones.
+ * as fp32 steps, but no fused multiply-adds.
  */
 #include "ops/flat_cpu.h"
 

@@ -16,10 +16,10 @@
  * Arithmetic is fp32 for F32, BF16 and F16 parameters, and fp64 for F64 parameters. Parameters are
  * rounded to nearest even, and the parameter buffer receives the cast of the stored parameter.
  *
- * States are fp32, fp64 for F64 parameters, or BF16 rounded stochastically: x is rounded up with
- * the probability that preserves its mean. The 16 random bits depend on (seed, number, step, first
- * + i, state), so splitting a parameter does not change a result. amsgrad's maximum is that of the
- * rounded values.
+ * States are fp64 for F64 parameters, and otherwise fp32 or stochastically rounded BF16; x is
+ * rounded up with the probability that preserves its mean. The 16 random bits depend on (seed,
+ * number, step, first + i, state), so splitting a parameter does not change the result. amsgrad's
+ * maximum is that of the rounded values.
  */
 #ifndef FSDPC_OPS_FLAT_STEP_H
 #define FSDPC_OPS_FLAT_STEP_H
@@ -42,7 +42,7 @@ typedef struct fsdpc_hyper {
     bool nesterov, amsgrad, maximize;
 } fsdpc_hyper;
 
-/* A step's scalars in fp64, each of which the arithmetic rounds to its own width. */
+/* A step's scalars in fp64; the arithmetic rounds each to its own precision. */
 typedef struct fsdpc_step_scalars {
     double grad_scale; /* negative to maximize */
     double keep;       /* 1 - lr * decay if decay is decoupled */
@@ -73,8 +73,8 @@ typedef struct fsdpc_step_args {
     uint32_t number;             /* of the parameter */
     uint64_t first;              /* index in the parameter of the run's first element */
     /* Scalars in device memory, only for devices with graphs; they are read when the step runs and
-     * replace the current ones. The rule (with or without momentum or amsgrad) is selected at the
-     * call. NULL: not used. */
+     * replace those derived from the other arguments. The rule (with or without momentum or
+     * amsgrad) is selected at the call. NULL: not used. */
     const fsdpc_step_scalars *scalars;
 } fsdpc_step_args;
 

@@ -1,5 +1,5 @@
-/* Optimizer steps in one pass, which reads the gradient, updates parameter and states, and writes
- * the parameter buffer.
+/* Single-pass optimizer steps, which read the gradient, update parameter and states, and write the
+ * parameter buffer.
  *
  * Included by flat_cpu_body.h after the rules. The common case in training has specialised loops
  * (step_run): fp32 states, fp32 or bf16 parameters, and no parameter buffer or one in fp32 or bf16.
@@ -24,7 +24,8 @@ typedef struct step_part_args {
     bool stream_copy_in;
 } step_part_args;
 
-/* Parameters of a vector step, all constants; NO_COPY_IN is used without a parameter buffer. */
+/* Parameters of a vector step, all compile-time constants; NO_COPY_IN marks a step without a
+ * parameter buffer. */
 enum { NO_COPY_IN = FSDPC_DTYPE_COUNT };
 
 typedef struct step_kind {
@@ -151,7 +152,8 @@ static void step_run_part(void *arg, size_t begin, size_t end)
 
 enum { STEP_BLOCK = 512 }; /* six buffers of it fill half of L1 */
 
-/* Returns an array's elements from `at` on as fp32, either in place or as a copy in `buffer`. */
+/* Returns an array's elements, beginning at `at`, as fp32, either in place or as a copy in
+ * `buffer`. */
 static float *widened(float *buffer, const void *base, fsdpc_dtype dtype, size_t at, size_t n)
 {
     if (dtype == FSDPC_F32)

@@ -1,13 +1,13 @@
 /* Arithmetic of optimizer steps, one vector at a time.
  *
  * Included by flat_cpu_body.h. The scalars are computed once in fp64 and rounded to fp32;
- * per-element arithmetic is fp32. AdamW and Adam follow, operation by operation, PyTorch's fused
- * CPU kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) as its compiler fused it. m moves
- * towards g by a fused multiply-add, v adds (1 - b2) g * g fused, and Adam's decay is added to the
- * gradient fused. Everything else is rounded after each operation. In PyTorch, SGD and Lion are
- * sequences of x.mul_(a) and x.add_(y, alpha=b); the latter is one fused multiply-add. An fp32
- * step thus has the same bits as torch's on machines with FMA, and as every other path here,
- * including tails.
+ * per-element arithmetic is fp32. AdamW and Adam follow PyTorch's fused CPU kernel
+ * (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) operation by operation, including the
+ * multiply-adds that its compiler fused. m moves towards g by a fused multiply-add, v adds (1 - b2)
+ * g * g fused, and Adam's decay is added to the gradient fused. Everything else is rounded after
+ * each operation. In PyTorch, SGD and Lion are sequences of x.mul_(a) and x.add_(y, alpha=b); the
+ * latter is one fused multiply-add. An fp32 step thus has the same bits as torch's on machines with
+ * FMA, and as every other path here, including tails.
  */
 
 /* The optimizer rules used by kernels; always passed as constants. */
@@ -55,8 +55,8 @@ static step_scalars step_prepare(const fsdpc_step_args *a)
     };
 }
 
-/* Fused on every path: if the compiler's baseline lacks the instruction, libm's function is equally
- * exact, but being a call, it is kept out of line. */
+/* Fused on every path: if the compiler's baseline lacks the instruction, the equally exact libm
+ * function is called out of line. */
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
 FSDPC_INLINE fsdpc_vf fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
 {

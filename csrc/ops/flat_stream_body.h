@@ -22,8 +22,8 @@ static inline bool can_stream(const void *dst, size_t numel)
 #endif
 }
 
-/* Prefetches data about 2 KiB ahead. The hardware prefetcher stops at every page, and streams that
- * begin together reach page ends together. */
+/* Prefetches the data about 2 KiB ahead. The hardware prefetcher stops at every page boundary, and
+ * streams that begin together reach their page boundaries together. */
 FSDPC_INLINE void prefetch_ahead(const void *base, size_t i, fsdpc_dtype dtype, size_t numel)
 {
     size_t bytes = dtype == FSDPC_F64 ? 8 : dtype == FSDPC_F32 ? 4 : 2;

@@ -5,9 +5,9 @@
  * partial i mod 16, which are then folded: j with j + 8, 4, 2, 1. The order is part of the result,
  * so it is the same on every instruction set. The square of an fp32, bf16 or fp16 number is exact
  * in fp64, so fusing the addition would change nothing. Integer powers up to WHOLE_POWER_MAX are
- * products of repeated squares, from the lowest bit of p up. On every path, other powers use libm's
- * pow, one element at a time, which is a hundred times slower. A short leaf behaves as if padded
- * with zeros. Each thread sums into its own accumulator, and the accumulators are merged exactly.
+ * products of repeated squares, from the lowest bit of p up. On every path, other powers call
+ * libm's pow for each element, which is a hundred times slower. A short leaf behaves as if padded
+ * with zeros. Each thread sums into its own accumulator; the accumulators are then merged exactly.
  *
  * Leaves of one element are added to the accumulator a block of terms at a time: see Note [exact
  * blocks].
@@ -119,7 +119,7 @@ FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dt
  * Sigma is a power of two above the block's sum. (term + sigma) - sigma rounds a term to a multiple
  * of 2^-52 sigma: its high part. Any sum of high parts is also a multiple of 2^-52 sigma and below
  * 2 sigma, so it is exact in fp64. The remainder of each term is at most 2^-53 sigma; the
- * remainders sum to less than half of low = 2^-44 sigma. The same step, with low in place of sigma,
+ * remainders sum to at most half of low = 2^-44 sigma. The same step, with low in place of sigma,
  * extracts a low part from each remainder. If every low part equals its remainder, both sums are
  * exact. Squares of fp32 have 48 bits, so this holds for elements down to 2^-24 of the block's
  * norm. Other blocks, including those with a NaN or an infinity, add their terms one by one. Both

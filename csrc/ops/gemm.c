@@ -13,13 +13,13 @@
  * With one block of k, a tile's sums are written directly to C. With several blocks in one pass, a
  * row of tiles keeps its sums in fp32 between blocks. With several passes (k above the path's
  * blocks x kc, or above 128 for at most FEW_ROWS rows), at most ROWS rows keep their sums in a
- * private area. Partial sums are thus never rounded to bf16, and C is read and written once. A sum
- * is one chain over ascending k, so its bits do not depend on how m, n and k are split.
+ * private area. Partial sums are thus never rounded to bf16, and C is read and written once. Each
+ * sum is accumulated in ascending k, so its bits do not depend on how m, n and k are split.
  *
- * Threads take panels of A to pack, then blocks of C to compute, from a shared counter. Each thread
- * has its own memory for its block of B and for the sums. C is split over columns first, because
- * splitting rows makes threads pack the same columns twice. In a batch, each small product uses one
- * thread.
+ * Threads use a shared counter to claim panels of A to pack, then blocks of C to compute. Each
+ * thread has its own memory for its block of B and for the sums. C is split over columns first,
+ * because splitting rows makes threads pack the same columns twice. In a batch, each small product
+ * runs on one thread.
  *
  * If B' consists of image patches, each thread computes WINDOWS_BYTES of them before it packs them.
  *
@@ -72,7 +72,7 @@ typedef struct plan {
 /* -- choice ------------------------------------------------------------------------------------ */
 
 #if defined(__x86_64__)
-/* Returns `few` if it saves at least an eighth of the computed rows, otherwise `path`. */
+/* Returns `few` if it saves at least an eighth of the computed rows; otherwise returns `path`. */
 static const fsdpc_gemm_path *path_for_rows(const fsdpc_gemm_path *path, const fsdpc_gemm_path *few,
                                             size_t m)
 {
@@ -98,7 +98,7 @@ static const fsdpc_gemm_path *path_of(fsdpc_isa isa, fsdpc_dtype dtype, size_t m
     return &fsdpc_gemm_f32_portable;
 }
 
-/* Returns the size of at least `least` (if `count` allows) roughly equal blocks of at most `most`. */
+/* Returns a block size of at most `most` that gives at least `least` blocks if `count` allows. */
 static size_t even_block(size_t count, size_t most, size_t least)
 {
     size_t blocks = fsdpc_max_size(fsdpc_ceil_div(count, fsdpc_max_size(most, 1)), least);
@@ -165,7 +165,7 @@ static size_t plan_bytes(const plan *p)
 /* -- one product ------------------------------------------------------------------------------- */
 
 /* A slab of a product in progress. `next` is the next unit of work. Accesses to it are relaxed,
- * because the start and end of fsdpc_team_run order the data. */
+ * because the start and end of fsdpc_team_run order accesses to the data. */
 typedef struct job {
     const plan *plan;
     const product *product;
@@ -210,7 +210,7 @@ static void pack_slab_part(void *arg, size_t part)
         pack_a(j, a_panel(j, i / j->panels, i % j->panels), i / j->panels, i % j->panels);
 }
 
-/* One thread working on one block of C. */
+/* A thread that works on one block of C. */
 typedef struct worker {
     const job *job;
     char *b, *sums, *a, *patches;                          /* its own memory; a: without a slab */
@@ -241,8 +241,8 @@ static fsdpc_gemm_target target_of(const worker *w, size_t panel, size_t q)
     return to;
 }
 
-/* Multiplies a panel of A with those of B, for one block of k. A tile is finished after the next
- * one has started: by then its sums are complete, and the processor overlaps the two. */
+/* Multiplies a panel of A with those of B, for one block of k. A tile is finished only after the
+ * next one has started: by then its sums are complete, and the processor can overlap the two. */
 static void multiply_row(worker *w, char *a, size_t panel, size_t block,
                          fsdpc_gemm_prefetch *prefetch)
 {
@@ -272,8 +272,8 @@ static void multiply_row(worker *w, char *a, size_t panel, size_t block,
     }
 }
 
-/* Returns prefetch hints for a step's tiles (a panel of A and a block of k): this step's A, if the
- * tiles must pack it, and the next step's. */
+/* Returns the prefetch hints for a step's tiles: this step's A, if the tiles must pack it, and the
+ * next step's. A step is a panel of A and a block of k. */
 static fsdpc_gemm_prefetch prefetch_of(worker *w, const char *a, size_t panel, size_t block)
 {
     const job *j = w->job;
@@ -559,7 +559,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     if (args->m == 0 || args->n == 0)
         return FSDPC_OK;
 
-    /* A batch that shares B and whose rows are consecutive is one product. */
+    /* A batch that shares B and whose rows are consecutive is computed as one product. */
     fsdpc_gemm_args folded = *args;
     folded.batch = fsdpc_max_size(args->batch, 1);
     if (folded.batch > 1 && !args->trans_a && args->stride_b == 0 && !args->patches &&
@@ -587,8 +587,8 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     j.workspace_bytes = product_bytes(&p, &folded);
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(j.workspace_bytes, parts, &bytes));
-    /* From 4 MiB on, memory uses huge pages, without which address translation costs up to a fifth
-     * of the time. Request at least that much; only the used part is accessed. */
+    /* Allocations of 4 MiB or more use huge pages, without which address translation costs up to a
+     * fifth of the time. Request at least that much; only the used part is accessed. */
     if (bytes >= HUGE_FROM_BYTES)
         bytes = fsdpc_max_size(bytes, HUGE_BYTES);
     void *workspace;

@@ -1,13 +1,13 @@
 /* The bf16 matrix product with AMX tiles: 2 x 2 tiles of 16 x 16 sums.
  *
  * TDPBF16PS multiplies a tile of A (16 rows of 32 k) by a tile of B (16 pairs of k by 16 columns)
- * in 16 cycles. Four such products need two loads of each operand, 4 KB in all, so the cache rate
- * of 64 bytes per cycle limits the kernel. A panel of A (32 x 512, 32 KB) stays in L1. Panels of B
- * are loaded from L2 with the hint not to displace A (TILELOADDT1), which gains a third; a longer
- * panel of A would lose that gain. If A is contiguous along k, packing only improves its placement
- * in L1 (rows a power of two apart share sets). The first tile of a row stores the tiles of A that
- * it loads. Copying the next panel line by line between the tiles was slower, because it displaces
- * the panel in use; prefetches target L2 for the same reason.
+ * in 16 cycles. Four such products need two loads of each operand, 4 KB in all, so the cache
+ * bandwidth of 64 bytes per cycle is the bottleneck. A panel of A (32 x 512, 32 KB) stays in L1.
+ * Panels of B are loaded from L2 with the hint not to displace A (TILELOADDT1), which is a third
+ * faster; a longer panel of A would lose that gain. If A is contiguous along k, packing only
+ * improves its placement in L1 (rows a power of two apart share sets). The first tile of a row
+ * stores the tiles of A that it loads. Copying the next panel line by line between the tiles was
+ * slower, because it displaces the panel in use; prefetches target L2 for the same reason.
  *
  * The limits were measured at n = 1024 on the Xeon described in benchmarks/README.md. Without
  * loads, TDPBF16PS reaches 3170 GFLOP/s; with its loads, 97 % of that on zeros and 80 % on random
@@ -15,9 +15,9 @@
  * reduces that rate to 88 % of its value. Packing B takes 8-13 % of the product's time, and
  * finishing C takes 2-5 %.
  *
- * Arithmetic: as in vdpbf16ps, subnormals count as zero and rounding is to nearest even. The
- * processor defines a fixed summation order for the 32 k of a tile. Padding consists of zeros,
- * which do not change the sums.
+ * As in vdpbf16ps, subnormals count as zero and rounding is to nearest even. The processor defines
+ * a fixed summation order for the 32 k of a tile. Padding consists of zeros, which do not change
+ * the sums.
  *
  * Tiles are per-thread state: enter() configures eight full tiles and leave() releases them, so
  * that the kernel saves no tile state at context switches outside products. base/cpu.c requests
@@ -52,7 +52,7 @@ static void leave(void)
     _tile_release();
 }
 
-/* Loads two tiles of A from the panel, or from memory, in which case it also stores them to the
+/* Loads two tiles of A from the panel or from memory; in the latter case, also stores them to the
  * panel. */
 FSDPC_INLINE void load_a(char *panel, const char **from, size_t bytes, bool packs)
 {

@@ -1,6 +1,6 @@
 /* The bf16 matrix product with vdpbf16ps: 14 x 32 sums, two k per instruction.
  *
- * Each step adds the products of two k to a sum in turn, each with its own fused rounding to
+ * Each step adds two products to a sum, one after the other, each with its own fused rounding to
  * nearest even. Subnormal inputs, sums and results are treated as zero. Results therefore differ in
  * the last bits from those of the fp32 kernels on widened inputs, and are zero below 2^-126.
  *

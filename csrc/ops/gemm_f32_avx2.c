@@ -1,8 +1,8 @@
 /* The fp32 matrix product with AVX2 and FMA, in tiles of 6 x 16 sums.
  *
  * Twelve registers of sums hide the latency of FMA (two per cycle, four to five cycles each). Two
- * more hold a row of B's panel, and two remain for elements of A. This path also serves bf16 and
- * fp16, which packing widens.
+ * more hold a row of B's panel, and two remain for elements of A. This path also handles bf16 and
+ * fp16, which are widened during packing.
  *
  * Block sizes suit a core with 512 KiB of L2. B is packed for up to eight blocks of k, so sums
  * stay in L1 and B is packed once for all rows; tiles prefetch the next panel of A.

@@ -1,5 +1,5 @@
-/* An fp32 path with tiles of fp32 vectors; packing widens the operands. Included with MR, NR,
- * ROWS. */
+/* An fp32 path with tiles of fp32 vectors; the operands are widened during packing. Included with
+ * MR, NR, ROWS. */
 #include "ops/gemm_pack.h"
 #include "ops/gemm_skinny.h"
 

@@ -1,7 +1,7 @@
 /* The fp32 matrix product with AVX-512 for an A' with few rows, in tiles of 8 x 32 sums.
  *
- * 16 rows use 57 % of two tiles of 14, and convolutions often have 16 filters. Sums have the same
- * bits as in gemm_f32_avx512.c, so the choice does not change results.
+ * 16 rows use 57 % of two tiles of 14, and convolutions often have 16 filters. The sums have the
+ * same bits as in gemm_f32_avx512.c, so the choice between the two does not change results.
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)

@@ -2,7 +2,7 @@
  * tests rather than speed.
  *
  * It has the structure of the fp32 kernels but uses no specific instruction set; sums are fp64
- * throughout, rounded once to C (F64 or F32).
+ * throughout and are rounded once, when stored to C (F64 or F32).
  */
 #include <string.h>
 

@@ -1,4 +1,4 @@
-/* A product and gelu, computed by the table's separate kernels: see nn_ops.h.
+/* A product followed by gelu, computed by the table's separate kernels: see nn_ops.h.
  *
  * The intermediate value is rounded to its dtype, so results have the same bits as two separate
  * calls. Gelu works in place, or reads `before` if that is kept, so it needs no extra memory.

@@ -1,9 +1,8 @@
 /* Packing into fp32 panels, and finishing tiles: one source, compiled once per instruction set.
  *
  * An fp32 panel is [k][width]. Operands of any float dtype except F64 are widened during packing.
- * If memory is contiguous along k, the panel is a transpose, performed in squares of SQUARE x
- * SQUARE 32-bit words. Partial squares and other dtypes are first copied to a small zero-padded
- * buffer.
+ * If memory is contiguous along k, packing is a transpose, performed in squares of SQUARE x SQUARE
+ * 32-bit words. Partial squares and other dtypes are first copied to a small zero-padded buffer.
  */
 #ifndef FSDPC_OPS_GEMM_PACK_H
 #define FSDPC_OPS_GEMM_PACK_H
@@ -90,7 +89,7 @@ FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *f
 }
 #endif
 
-/* Transposes a square whose source is partial or not F32; first widens it into a zero-padded
+/* Transposes a square whose source is partial or not F32, after widening it into a zero-padded
  * copy. */
 FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_operand *from,
                                     size_t first, size_t lines, size_t k_first, size_t k_count,
@@ -109,8 +108,8 @@ FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_op
     transpose_square((uint32_t *)to, width, copy, sizeof copy[0]);
 }
 
-/* Transposes a whole square of bf16, twice as deep: it transposes words of two k, then splits and
- * widens them. */
+/* Transposes a whole bf16 square of twice the depth: it transposes words that hold two k, then
+ * splits and widens them. */
 FSDPC_INLINE void transpose_pairs(float *to, size_t width, const uint16_t *from, size_t ld)
 {
     _Alignas(64) uint32_t words[SQUARE * SQUARE];
@@ -133,10 +132,10 @@ FSDPC_INLINE void prefetch_panel(const fsdpc_gemm_operand *from, size_t first, s
 }
 
 /* Note [whole vectors]. Panels of A are 14 or 6 lines wide, whereas vectors have 16 or 8 lanes.
- * Packers store whole vectors in ascending k, so that the next row overwrites elements beyond the
- * width (the panel has space after its last row). The values of these elements do not matter, so a
- * full panel also reads whole vectors, which extend into the next panel's lines if the operand has
- * them. */
+ * Packers store whole vectors in order of ascending k, so that the next row overwrites elements
+ * beyond the width (the panel has space after its last row). The values of these elements do not
+ * matter, so a full panel also reads whole vectors, which extend into the next panel's lines if the
+ * operand has them. */
 FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_operand *from,
                               size_t first, size_t count, size_t k_first, size_t k_count,
                               fsdpc_dtype dtype)

@@ -94,8 +94,8 @@ FSDPC_INLINE void pairs_block(uint32_t *to, size_t to_stride, const block *b)
     }
 }
 
-/* Returns the block of a panel that begins at line j and k (both relative to the panel). A full
- * panel uses whole blocks if the operand has more lines: see Note [whole vectors] in
+/* Returns the block of a panel that begins at line j and index k, both relative to the panel. A
+ * full panel uses whole blocks if the operand has more lines: see Note [whole vectors] in
  * gemm_pack.h. */
 FSDPC_INLINE block block_of(const fsdpc_gemm_operand *from, size_t width, size_t first,
                             size_t count, size_t k_first, size_t k_count, size_t j, size_t k)

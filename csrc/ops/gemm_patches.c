@@ -11,7 +11,7 @@
 
 #include "base/size.h"
 
-/* Returns the number of steps, at most n, that take `at` to 0 or above. */
+/* Returns the number of steps, at most n, that are needed to bring `at` to 0 or above. */
 static size_t steps_to(ptrdiff_t at, ptrdiff_t step, size_t n)
 {
     if (at >= 0)

@@ -31,8 +31,7 @@ static inline size_t fsdpc_patches_cols(const fsdpc_patches *w)
     return w->places[0] * w->places[1];
 }
 
-/* A rectangle of the matrix, given by its first row and column and by its numbers of rows and
- * columns. */
+/* A rectangle of the matrix, given by its first row and column and its size. */
 typedef struct fsdpc_patches_tile {
     size_t row, rows, col, cols;
 } fsdpc_patches_tile;

@@ -1,17 +1,17 @@
-/* The part of the matrix product that is specific to an instruction set, in a private header of
+/* The part of the matrix product that is specific to an instruction set; a private header of
  * gemm*.c.
  *
  * A path packs A' and B' into panels, multiplies two panels into one tile of fp32 (fp64 for F64)
  * sums, and finishes a tile into C. gemm.c owns everything else: blocking, threads, workspace.
  *
  * Panels. A panel holds `width` rows of A' (width = mr) or columns of B' (nr) for one block of k,
- * padded with zeros. Each panel has fsdpc_gemm_panel_bytes() of memory: k is rounded up to 32, plus
- * one vector, because packers store whole vectors and let the next one overwrite the excess. A
- * panel's layout is private to the path's pack and tile functions.
+ * padded with zeros. Each panel has fsdpc_gemm_panel_bytes() of memory: k is rounded up to 32, and
+ * one vector is added, because packers store whole vectors and let the next one overwrite the
+ * excess. A panel's layout is private to the path's pack and tile functions.
  *
  * Sums. A tile is a dense array of mr x nr sums. `resume` means that it holds the sum over the
  * previous blocks of k, which is loaded, continued and stored. For any blocking, the sum over k is
- * thus one chain in ascending k, and C is rounded only once.
+ * thus accumulated in ascending order, and C is rounded only once.
  */
 #ifndef FSDPC_OPS_GEMM_PATH_H
 #define FSDPC_OPS_GEMM_PATH_H
@@ -116,8 +116,8 @@ extern const fsdpc_gemm_path fsdpc_gemm_f32_portable, fsdpc_gemm_f64_portable;
 #if defined(__x86_64__)
 extern const fsdpc_gemm_path fsdpc_gemm_f32_avx2, fsdpc_gemm_f32_avx512;
 extern const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16, fsdpc_gemm_bf16_amx;
-/* Paths that compute the same sums in tiles with fewer rows, for an m that would leave much of the
- * other paths' tiles unused. */
+/* Paths that compute the same sums in tiles with fewer rows, for values of m that would leave much
+ * of the other paths' tiles unused. */
 extern const fsdpc_gemm_path fsdpc_gemm_f32_few_avx512, fsdpc_gemm_bf16_few_avx512bf16;
 #endif
 

@@ -1,4 +1,4 @@
-/* The panel-by-panel packing and finishing of a path with MR x NR tiles.
+/* Panel-by-panel packing and finishing for a path with MR x NR tiles.
  *
  * The including file defines MR, NR and ROWS (see ops/gemm_tile_body.h), `pack_lines` and
  * `finish_sums`. pack_lines packs lines of an operand into a panel of a given width; finish_sums

@@ -1,10 +1,10 @@
 /* Products with at most four rows: one source, compiled once per instruction set.
  *
- * Such products (generation, a single column) read every weight once, so packing would double the
- * work. Instead, x is widened to fp32 once, and each element of w is read once, in memory order. If
- * w is contiguous along k, a column of the product is a dot product: 4 x 16 partial sums over k in
- * a fixed order. If w is contiguous along columns, sums of up to STRIP columns stay in L1 while
- * rows of w are added four at a time. Neither result depends on how the columns are split.
+ * Such products (generation, a single column) read every weight only once, so packing would double
+ * the work. Instead, x is widened to fp32 once, and each element of w is read once, in memory
+ * order. If w is contiguous along k, a column of the product is a dot product: 4 x 16 partial sums
+ * over k in a fixed order. If w is contiguous along columns, sums of up to STRIP columns stay in L1
+ * while rows of w are added four at a time. Neither result depends on how the columns are split.
  */
 #ifndef FSDPC_OPS_GEMM_SKINNY_H
 #define FSDPC_OPS_GEMM_SKINNY_H

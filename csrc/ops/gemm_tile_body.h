@@ -1,4 +1,4 @@
-/* The tile of a path whose sums stay in vector registers: MR rows of two vectors each.
+/* The tile function of paths whose sums stay in vector registers: MR rows of two vectors each.
  *
  * One source for all such paths, included by each path's file after these:
  *

@@ -1,10 +1,10 @@
 /* Casts between any two dtypes, element by element, for the rare cases.
  *
  * A row is processed in blocks. A block is widened to int64 (integer sources) or double (float
- * sources), both exact, and then stored. There is thus one loop per source or destination dtype,
- * not one per pair. Float to integer truncates towards zero, saturates and maps NaN to 0; integer
- * to narrower integer wraps; anything to bool is x != 0. double to a 16-bit float is first rounded
- * to fp32, as in PyTorch.
+ * sources), which is exact, and then stored. There is thus one loop per source or destination
+ * dtype, not one per pair. Float to integer truncates towards zero, saturates and maps NaN to 0;
+ * integer to narrower integer wraps; anything to bool is x != 0. double to a 16-bit float is first
+ * rounded to fp32, as in PyTorch.
  */
 #include "ops/nn_internal.h"
 

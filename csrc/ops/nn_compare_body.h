@@ -132,7 +132,7 @@ PLAIN_MASK(mask_8, uint64_t)
         block->member[i] = ((const type *)base)[at + i * step];                                    \
     break
 
-/* Returns n dense elements starting at `at`: in place, or in the block. */
+/* Returns n dense elements starting at `at`, either in place or copied to the block. */
 FSDPC_INLINE const void *plain_operand(plain_block *block, const void *base, size_t at, size_t step,
                                        size_t n, fsdpc_dtype dtype, bool compares)
 {

@@ -1,6 +1,6 @@
 /* Cross entropy over rows of logits (see nn_internal.h for how bodies are compiled).
  *
- * Forward reads the logits once from memory, in pieces of a row that fit the first-level cache.
+ * Forward reads the logits once from memory, in pieces of a row that fit in the first-level cache.
  * Each piece's maximum updates the row's maximum, rescaling the sum if it grew, and then the
  * piece's exponentials are added. One thread computes the mean over rows in fp64, in row order.
  * Backward is one pass, dlogits = (exp(x - lse) - [target]) * scale, and may overwrite the logits.

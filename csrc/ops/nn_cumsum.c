@@ -2,8 +2,8 @@
  *
  * Additions along a line depend on each other, so several lines are summed concurrently. These are
  * neighbouring columns, which the compiler vectorises, or, along the innermost dimension, a few
- * rows, to hide the latency of additions. One thread sums a whole line, so the number of threads
- * does not change the result.
+ * rows, to hide the latency of additions. Each line is summed by a single thread, so the number of
+ * threads does not change the result.
  */
 #include "ops/nn_internal.h"
 

@@ -3,7 +3,7 @@
  * embedding_backward sorts the positions by id (a counting sort, which keeps equal ids in order).
  * It then computes each table row once, summing over the row's positions in order in fp32 and
  * rounding once. Any split of the table thus gives the same bits, and a row without ids costs only
- * one comparison or one fill.
+ * a comparison or a fill.
  */
 
 #define EMBEDDING_PICK(type, id_type)                                                              \

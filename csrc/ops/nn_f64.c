@@ -1,6 +1,6 @@
 /* F64 (and, for powers, integer) forms of the elementwise and data movement kernels.
  *
- * Plain loops in double, used for precise gradient checks. The corresponding fp32 forms are in
+ * Plain loops in double, for precise gradient checks. The corresponding fp32 forms are in
  * nn_unary_body.h, nn_binary_body.h, nn_gate_body.h, nn_sum_body.h and nn_embedding_body.h.
  */
 #include "ops/nn_internal.h"
@@ -97,8 +97,8 @@ void fsdpc_nn_power_wide(const void *arg, size_t first, size_t last)
 
 enum { WIDE_RUN = 512, WIDE_SUMS = 8 };
 
-/* Returns n elements of x (or their squares), starting at `at`, in double: in place, or in the
- * block. */
+/* Returns n elements of x (or their squares), starting at `at`, in double, either in place or
+ * copied to the block. */
 static const double *wide_run(double *block, const fsdpc_sum_args *args, size_t at, size_t n)
 {
     const double *x = block;
@@ -135,7 +135,7 @@ static void sum_columns_wide(const nn_sum_plan *plan, size_t x_at, size_t first,
         sum_finish_wide(plan->args, first + c, total[c]);
 }
 
-/* Computes one output from eight partial sums, each over every eighth element, which are then added
+/* Computes one output from eight partial sums, which each cover every eighth element and are added
  * in order. */
 static double sum_runs_wide(const nn_sum_plan *plan, size_t x_at)
 {

@@ -13,7 +13,7 @@
 
 typedef void (*nn_range_fn)(const void *arg, size_t first, size_t last);
 
-/* Number of elements for which waking a thread is worthwhile. */
+/* The number of elements above which waking a thread is worthwhile. */
 enum { NN_GRAIN = 1 << 14 };
 
 typedef struct nn_cut {

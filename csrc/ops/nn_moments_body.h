@@ -5,7 +5,7 @@
  * computed in fp32, and distances from that mean are squared, so a mean far from 0 loses no
  * precision. The sum of the distances, which is the mean's rounding error, corrects both the mean
  * and the sum of squares. Chunks are combined in double by the formula of Chan, Golub & LeVeque
- * (1979). One thread computes a row, and only the row's length determines where chunks begin, so
+ * (1979). Each row is computed by one thread, and only its length determines where chunks begin, so
  * the number of threads does not change the result.
  */
 

@@ -1,11 +1,12 @@
 /* RMSNorm and LayerNorm over rows, forward and backward (see nn_internal.h for how bodies are
  * compiled).
  *
- * Forward: statistics in fp32 (the variance from centred values), then the result, from a row that
- * stays in cache. Backward, with xhat = (x - mean) * rstd, g = dy * w and means over the row:
+ * Forward computes statistics in fp32 (the variance from centred values), then the result, while
+ * the row stays in cache. Backward, with xhat = (x - mean) * rstd, g = dy * w and means over the
+ * row:
  *     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))        (RMSNorm: without mean(g))
  *     dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
- * The sums over rows are computed per block of rows, whose size only depends on the number of rows.
+ * The sums over rows are computed per block of rows, whose size depends only on the number of rows.
  * The blocks are then added in order, so any number of threads gives the same bits.
  */
 

@@ -4,9 +4,9 @@
  * scheduled almost instantly. One function per argument type serves forward and backward.
  *
  * Operations in matrix products and attention are counted as real kernels would execute them.
- * Causal attention counts half of the operations, a window counts only visible keys, and a mask
- * counts everything. Attention's forward consists of two products, and its backward of five,
- * because it recomputes the scores. Memory-bound operations count as zero.
+ * With causal attention, half of the operations are counted; with a window, only those for visible
+ * keys; with a mask, all of them. Attention's forward consists of two products, and its backward of
+ * five, because it recomputes the scores. Memory-bound operations count as zero.
  */
 #include "ops/nn_ops.h"
 

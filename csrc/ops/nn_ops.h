@@ -1,12 +1,12 @@
 /* Neural network kernels, forward and backward.
  *
- * One table per device and instruction set; callers use stream->device->nn through
+ * There is one table per device and instruction set; callers use stream->device->nn through
  * fsdpc_nn_ops_of(). Tensors are dense and row-major unless strides are given; strides and lengths
  * are in elements. Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable). All
  * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once. A gradient's
- * target is (pointer, dtype, accumulate): accumulate adds to the target's contents. Zero lengths
- * are always allowed. Results do not depend on the number of threads. All pointers are to device
- * memory, even to single numbers, so the host does not wait for a kernel.
+ * target is (pointer, dtype, accumulate), where accumulate means adding to the target's contents.
+ * Zero lengths are always allowed. Results do not depend on the number of threads. All pointers,
+ * even those to single numbers, are to device memory, so the host does not wait for a kernel.
  */
 #ifndef FSDPC_OPS_NN_OPS_H
 #define FSDPC_OPS_NN_OPS_H
@@ -136,8 +136,8 @@ typedef struct fsdpc_binary_args {
 } fsdpc_binary_args;
 
 /* out (dense over the kept dimensions, in order) = scale * sum of x over the other dimensions.
- * Used for sums, means and the gradients of broadcasts. I64 gives I64, which wraps around; scale
- * must then be 1. */
+ * Used for sums, means and the gradients of broadcasts. I64 input gives an I64 result, which wraps
+ * around; scale must then be 1. */
 typedef struct fsdpc_sum_args {
     fsdpc_dtype dtype, out_dtype;
     int ndim;
@@ -205,8 +205,8 @@ typedef struct fsdpc_norm_args {
 } fsdpc_norm_args;
 
 /* Row moments. out (2, rows), F32 (F64 for F64), receives each row's mean, then its sum of squared
- * distances from the mean. With dy, out receives the sums of dy, then of dy * (x - shift). Row r
- * uses the value of `shift` at index r % values. */
+ * distances from the mean. If dy is given, out receives the sums of dy, then of dy * (x - shift).
+ * Row r uses the value of `shift` at index r % values. */
 typedef struct fsdpc_row_moments_args {
     fsdpc_dtype dtype; /* of x and dy */
     size_t rows, cols;
@@ -241,9 +241,9 @@ typedef struct fsdpc_rotary_args {
 /* softmax(scale * Q K^T + mask) V, where head h of Q reads head h / (heads / kv_heads) of K and V.
  * Blocked as in FlashAttention (Dao et al. 2022): no T x T matrix is stored. With causal attention,
  * query t of Tq sees keys up to t + (Tk - Tq); with a window, only its own and the window - 1 keys
- * before it. The last dimension is dense; the strides of the others are {batch, token, head}.
+ * before it. The last dimension is dense; the other strides are {batch, token, head}.
  *
- * A mask specifies whether a query sees a key (bool), or is added to the scaled products (floats).
+ * A bool mask specifies whether a query sees a key; a float mask is added to the scaled products.
  * The output of a query that sees no key is zero. Only the CPU and the null device support windows
  * and masks. */
 typedef struct fsdpc_attention_args {
@@ -267,7 +267,7 @@ typedef struct fsdpc_attention_args {
 
 /* Pooling over windows of images; each pair is {height, width}. Padding is never the maximum and
  * counts as zeros in the mean. The maximum is NaN if any element is NaN; among equal maxima, the
- * first counts. Supported only on the CPU and the null device. */
+ * first is selected. Supported only on the CPU and the null device. */
 typedef struct fsdpc_pool_args {
     bool max; /* otherwise the mean */
     fsdpc_dtype dtype;
@@ -318,8 +318,8 @@ typedef struct fsdpc_cross_entropy_args {
     void *dlogits;       /* backward; may be logits */
 } fsdpc_cross_entropy_args;
 
-/* Converts a gradient of the sum of row losses to one of their mean: out = x * *dloss / sum->count,
- * or x * 0 if no row counted. */
+/* Converts a gradient of the sum of row losses to that of their mean: out = x * *dloss /
+ * sum->count, or x * 0 if no row counted. */
 typedef struct fsdpc_loss_gradient_args {
     fsdpc_dtype dtype;
     size_t numel;
@@ -393,8 +393,8 @@ typedef struct fsdpc_nn_ops {
 /* Returns the CPU's table for an instruction set (the best kernels up to that set). */
 const fsdpc_nn_ops *fsdpc_nn_ops_cpu(fsdpc_isa isa);
 
-/* The gemm_gelu slot, composed from the table's gemm and unary, for tables and arguments that a
- * better kernel does not support. */
+/* A fallback for the gemm_gelu slot, composed of the table's gemm and unary, if no better kernel
+ * exists or supports the arguments. */
 fsdpc_status fsdpc_gemm_gelu_by_parts(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
 
 /* Returns device_null's table, whose kernels compute nothing and always succeed. */

@@ -1,7 +1,7 @@
 /* Argument checks and work plans of the nn kernels: decisions made once per call.
  *
  * Indices are checked before a kernel starts. Kernels then read them without checks, and an
- * invalid index leaves the outputs unchanged. Plans only depend on shapes, never on the number of
+ * invalid index leaves the outputs unchanged. Plans depend only on shapes, never on the number of
  * threads.
  */
 #include "ops/nn_internal.h"

@@ -2,11 +2,11 @@
  * compiled).
  *
  * Forward processes one row of windows at a time. Windows whose columns are all inside the image
- * are computed a vector at a time, and the few at the borders one by one. Both methods visit a
- * window's elements row by row, so their results have the same bits.
+ * are computed a vector at a time; the few at the borders are computed one by one. Both methods
+ * visit a window's elements row by row, so their results have the same bits.
  *
- * Backward finds the maximum again instead of storing indices. It computes dx in image tiles,
- * whose fp32 sums stay in cache, from all windows that overlap the tile, and rounds once.
+ * Backward finds the maximum again instead of storing indices. It computes dx one image tile at a
+ * time, from all windows that overlap the tile; the fp32 sums stay in cache and are rounded once.
  */
 
 /* Loads n elements `step` apart; other lanes are zero or unspecified. */
@@ -66,7 +66,7 @@ FSDPC_INLINE void pool_one(const fsdpc_pool_args *args, const nn_span *rows, siz
     fsdpc_f32_store_as(args->y, place + x, dtype, all);
 }
 
-/* Computes rows [first, last) of windows, over all planes. */
+/* Computes rows [first, last) of windows, counted over all planes. */
 FSDPC_INLINE void pool_range(const fsdpc_pool_args *args, size_t first, size_t last,
                              fsdpc_dtype dtype)
 {
@@ -103,7 +103,7 @@ static fsdpc_status pool(const fsdpc_pool_args *args, fsdpc_stream *stream)
 
 enum { POOL_TILE = 4096 };
 
-/* A tile of rows x cols elements of dx, and their sums, with space for a vector after the last. */
+/* A tile of rows x cols elements of dx, and their sums, followed by space for one more vector. */
 typedef struct pool_tile {
     nn_span rows, cols;
     float sums[POOL_TILE + FSDPC_LANES];
@@ -246,7 +246,7 @@ static size_t pool_tile_rows(const fsdpc_pool_args *args)
     return fsdpc_min_size(args->image[0], POOL_TILE / pool_tile_cols(args));
 }
 
-/* Computes tiles [first, last), over all planes. */
+/* Computes tiles [first, last), counted over all planes. */
 FSDPC_INLINE void pool_backward_range(const fsdpc_pool_args *args, size_t first, size_t last,
                                       fsdpc_dtype dtype)
 {

@@ -4,8 +4,8 @@
  * Neighbouring dimensions that are both kept or both reduced are merged first. If the innermost
  * dimension is kept, an item is up to NN_SUM_COLS columns of the output, added row by row, as for a
  * bias gradient. If it is reduced, an item is one output, summed along rows, as for a mean over
- * features. Long sums consist of short ones with fixed boundaries, which reduces the error and
- * makes the result independent of how threads split the work.
+ * features. Long sums are split into short ones at fixed boundaries, which reduces the error and
+ * makes the result independent of how threads share the work.
  */
 
 enum { SUM_ROWS = 64, SUM_RUN = 4096 };
@@ -75,7 +75,7 @@ FSDPC_INLINE void sum_finish_row(const fsdpc_sum_args *args, size_t at, const fl
     }
 }
 
-/* Sums columns of one output row; x begins at `at`, the output at `out_at`. */
+/* Sums columns of one output row; x begins at `at`, and the output at `out_at`. */
 FSDPC_INLINE void sum_columns(const nn_sum_plan *plan, size_t at, size_t out_at, size_t cols,
                               fsdpc_dtype dtype, bool squares)
 {

@@ -2,7 +2,7 @@
  *
  * The including file defines RULE_T, the type, and RULE, which precedes each function: nn_f64.c for
  * double, and kernels/unary.cu for float and double. In unary.cu, names are overloaded and `kind`
- * is a constant, so only one case remains.
+ * is a constant, so the compiler keeps only one case.
  */
 
 RULE RULE_T sigmoid(RULE_T x)

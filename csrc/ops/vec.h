@@ -9,16 +9,17 @@
  *     FSDPC_EACH_VECTOR(i, n, numel,
  *                       fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n)), n));
  *
- * Operations without an operator: loads and stores with conversion, masked tails, min/max/select,
- * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, log, sin, pow.
+ * Operations without an operator are functions: loads and stores with conversion, masked tails,
+ * min/max/select, fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, log, sin,
+ * pow.
  *
  * On every path, conversions give the same bits as their scalar twins in base/dtype.h (NaN and
  * subnormals kept, nearest even). Sums over lanes add the upper half to the lower until one lane
- * is left. fma is fused if the instruction set supports it. Paths may thus differ from each other
- * in the last bits, but each is reproducible.
+ * is left. fma is fused if the instruction set supports it. Results may thus differ between paths
+ * in the last bits, but each path is reproducible.
  *
  * Everything is force-inlined: the linker must never keep a function's AVX-512 copy for baseline
- * code, and vectors must never be passed in calls, whose ABI depends on flags.
+ * code, and vectors must never be passed in calls, whose ABI depends on compiler flags.
  */
 #ifndef FSDPC_OPS_VEC_H
 #define FSDPC_OPS_VEC_H
@@ -131,7 +132,7 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
         __VA_ARGS__;                                                                               \
     }
 
-/* Loads the first n lanes without accessing the memory of the others, which become zero. */
+/* Loads the first n lanes without accessing the memory of the others, which are set to zero. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_n(const float *p, size_t n)
 {
     if (FSDPC_WHOLE(n))
@@ -314,7 +315,7 @@ FSDPC_INLINE void fsdpc_vf_store_as_n(void *base, size_t i, fsdpc_dtype dtype, f
                          dtype == FSDPC_BF16 ? fsdpc_vf_to_bf16(v) : fsdpc_vf_to_f16(v), n);
 }
 
-/* Loads one element in the same way. */
+/* Loads a single element in the same way. */
 FSDPC_INLINE float fsdpc_f32_load_as(const void *base, size_t i, fsdpc_dtype dtype)
 {
     if (dtype == FSDPC_F32)

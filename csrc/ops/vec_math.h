@@ -89,8 +89,8 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_tanh(fsdpc_vf x)
 
 #if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
 /* Computes erf(t) / t by a polynomial in t's distance to the nearest multiple of 1/4 (1/2 with
- * AVX2), with coefficients from a table. This is half the work of one polynomial near zero and
- * another with exp. */
+ * AVX2), with coefficients from a table. This takes half the work of evaluating one polynomial near
+ * zero and another with exp. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_erf_table_(fsdpc_vf x)
 {
 #if defined(FSDPC_VEC_AVX512)

@@ -81,7 +81,7 @@ typedef struct fsdpc_plugin {
 
     /* Opens the library that the plugin's communicator uses and describes it, for example "NCCL
      * 2.28.9 at /usr/lib/...". It tries a copy already loaded in the process, then `path` (may be
-     * NULL), then the usual places. NULL if the plugin needs no library. */
+     * NULL), then the default locations. NULL if the plugin needs no library. */
     fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
     /* Creates a communicator for ranks on the plugin's devices. NULL if the plugin has no

@@ -2,8 +2,8 @@
  *
  * A library is opened with local symbols, so that the symbols of two plugins (or of a plugin and
  * torch) never clash. It is never closed, because its code may be on any thread's stack and CUDA
- * does not survive unloading. A library that opened but did not match also stays open but is not
- * used.
+ * does not survive unloading. A library that was opened but is incompatible also stays open,
+ * unused.
  */
 #include "plugin/plugin.h"
 

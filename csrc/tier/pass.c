@@ -2,12 +2,12 @@
  *
  *     FREE -> READING -> READY -> USED -> CHANGED -> WRITING -> FREE
  *
- * The list of entries defines the order, row by row. Threads read the next entry whenever a buffer
- * is free, because the user waits for reads first; otherwise, they write changed buffers. A row
- * that the user skips is dropped.
+ * The list of entries defines the order, row by row. Whenever a buffer is free, threads read the
+ * next entry, because the user waits for reads first; otherwise, they write back changed buffers. A
+ * row that the user skips is dropped.
  *
  * For any number of columns, the ring has space for a row in use, one row ahead and chunks that are
- * yet to be written. The user and the reading threads therefore never wait for each other.
+ * yet to be written. The user and the reading threads therefore cannot deadlock.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,7 +46,7 @@ static fsdpc_tier_buffer *in_state(fsdpc_tier *tier, fsdpc_buffer_state state)
     return NULL;
 }
 
-/* Returns the next buffer to read into and finds its entry; returns NULL if there is nothing to
+/* Returns the next buffer to read into, with its entry assigned, or NULL if there is nothing to
  * read now. */
 static fsdpc_tier_buffer *next_to_read(fsdpc_tier *tier)
 {

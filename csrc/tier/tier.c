@@ -2,11 +2,11 @@
  *
  * Each extent occupies a range at the end of the file, which it reserves at once, so that a full
  * disk is detected before any computation. A destroyed extent releases its blocks and leaves a
- * hole; offsets are never reused, because a file has more than enough.
+ * hole; offsets are never reused, because a file offers more than enough of them.
  *
- * An extent's addresses are one private mapping, the last part of which maps the file. The kernel
- * keeps the two access paths coherent: a direct read finds data written through the mapping, and a
- * direct write drops pages that it makes stale.
+ * An extent occupies one contiguous address range: anonymous memory, followed by a shared mapping
+ * of its part of the file. The kernel keeps the two access paths coherent: a direct read finds data
+ * written through the mapping, and a direct write drops pages that it makes stale.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@
 
 /* ---- The file ---- */
 
-/* Numbers, as in statfs(2), of the file systems that are not on one of this host's disks. */
+/* Type numbers, as in statfs(2), of file systems that are not on a local disk. */
 static const struct {
     long magic;
     const char *name;

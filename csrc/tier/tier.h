@@ -9,12 +9,12 @@
  *     a pass   for code that walks through extents in order: a ring of buffers holds data read
  *              ahead of its use, past the page cache, and data still to be written behind it
  *
- * With both, the first `kept` elements of an extent are in ordinary memory.
+ * In both cases, the first `kept` elements of an extent are in ordinary memory.
  *
- * Rows. A pass walks through extents of equal length together, such as one optimizer's states; a
- * row is one chunk of each. Chunks are counted from the first element that is not kept.
+ * Rows. A pass visits extents of equal length together, such as one optimizer's states; a row is
+ * one chunk of each. Chunks are counted from the first element that is not kept.
  *
- * Checksums. The CRC-32C of each chunk written by a pass stays in memory. A pass compares this
+ * Checksums. The CRC-32C of each chunk written by a pass stays in memory. A pass verifies this
  * checksum when it reads the chunk, as does fsdpc_extent_check. If bytes have changed on the disk,
  * the error names the file, the array and the chunk. Code that writes through `memory` must
  * therefore announce the write first. The data then has no checksum until a pass writes it or the
@@ -48,7 +48,7 @@ typedef struct fsdpc_tier_config {
     size_t chunk;       /* elements, a multiple of 4096; 0: FSDPC_TIER_CHUNK */
 } fsdpc_tier_config;
 
-/* Fails if the file would be in memory or on another host, or cannot be created. */
+/* Fails if the file cannot be created, or would be in memory or on another host. */
 fsdpc_status fsdpc_tier_open(const fsdpc_tier_config *config, fsdpc_tier **out);
 fsdpc_tier *fsdpc_tier_acquire(fsdpc_tier *tier);
 void fsdpc_tier_release(fsdpc_tier *tier);           /* extents hold a reference too; NULL is
@@ -89,10 +89,10 @@ typedef struct fsdpc_extent {
     uint64_t pass;              /* the pass that it is in */
 } fsdpc_extent;
 
-/* Returns how many elements stay in memory if this fraction (0 to 1) is to be on disk. */
+/* Returns how many elements stay in memory if the given fraction (0 to 1) is to be on disk. */
 size_t fsdpc_tier_kept(size_t numel, double on_disk);
-/* Return the bytes that an array needs in the file and in the ring; the ring is as large as its
- * largest array needs. */
+/* Return the number of bytes that an array needs in the file and in the ring; the largest array
+ * determines the ring's size. */
 size_t fsdpc_tier_file_bytes(size_t numel, size_t element, double on_disk);
 size_t fsdpc_tier_ring_bytes(size_t numel, size_t element, double on_disk);
 
@@ -107,8 +107,8 @@ void fsdpc_extent_destroy(fsdpc_extent *extent); /* NULL is fine */
 /* Checks the chunks that have not been checked since they were written; call it outside a pass,
  * before reading these elements through `memory`. */
 fsdpc_status fsdpc_extent_check(fsdpc_extent *extent, size_t first, size_t numel);
-/* Does the same before these elements are written through `memory`; the next pass accepts the new
- * contents. */
+/* Performs the same checks before these elements are written through `memory`; the next pass
+ * accepts the new contents. */
 fsdpc_status fsdpc_extent_written(fsdpc_extent *extent, size_t first, size_t numel);
 /* Announces a write of all elements, without checking any. */
 void fsdpc_extent_forget(fsdpc_extent *extent);
@@ -128,20 +128,20 @@ struct fsdpc_pass_hook {
 fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook); /* NULL: the caller ends the
                                                                          * pass before another
                                                                          * begins */
-/* Adds the next rows, over all of these extents, which have equal length; each is added at most
+/* Appends the rows of these extents, which must have equal length; each extent is added at most
  * once per pass. */
 fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n);
-/* Starts to read the added extents ahead of their use. */
+/* Starts reading the added extents ahead of their use. */
 fsdpc_status fsdpc_pass_start(fsdpc_tier *tier);
 /* Gives write access to element `at`: returns its address and the number of contiguous elements
- * from there. The address is valid until a call for another row or the end of the pass. Rows must
- * be accessed in order, but some may be skipped. */
+ * from there. The address is valid until the caller requests another row or the pass ends. Rows
+ * must be accessed in order, but some may be skipped. */
 fsdpc_status fsdpc_pass_at(fsdpc_extent *extent, size_t at, void **out, size_t *numel_out);
 /* Drops the remainder of the array, and of earlier rows, from the pass; call it before using the
  * array through `memory` while the pass stays open. */
 fsdpc_status fsdpc_pass_leave(fsdpc_extent *extent);
-/* Writes to the file all data that pass_at made accessible. Fails if anything in the pass
- * failed. */
+/* Writes the remaining changed chunks back to the file and ends the pass. Fails if anything in the
+ * pass failed. */
 fsdpc_status fsdpc_pass_end(fsdpc_tier *tier);
 /* Fails in a forked child, because the threads and the file belong to the parent. */
 fsdpc_status fsdpc_tier_check_process(fsdpc_tier *tier);

@@ -1,4 +1,4 @@
-/* The tier's struct, shared by tier.c and pass.c. */
+/* Internal definitions that tier.c and pass.c share. */
 #ifndef FSDPC_TIER_TIER_INTERNAL_H
 #define FSDPC_TIER_TIER_INTERNAL_H
 
@@ -73,8 +73,8 @@ struct fsdpc_tier {
     fsdpc_pass_hook *hook; /* the open pass's hook; NULL: none open, or it ends by itself */
 };
 
-/* Return the number of elements and of bytes in a chunk; the last chunk may be short. Files are
- * read and written in whole pages. */
+/* Return a chunk's size in elements and in bytes; the last chunk may be smaller than the others.
+ * The size in bytes is rounded up, because files are read and written in whole pages. */
 size_t fsdpc_chunk_numel(const fsdpc_extent *extent, size_t chunk);
 size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
 
@@ -89,10 +89,10 @@ typedef struct fsdpc_extent_name {
 
 fsdpc_extent_name fsdpc_extent_name_of(const fsdpc_extent *extent);
 
-/* Reads a chunk and checks its checksum; any thread that owns the chunk may call it. */
+/* Reads a chunk and verifies its checksum; any thread that owns the chunk may call it. */
 fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);
 
-/* Report the tier's failure on the calling thread; the first must be called with the lock held. */
+/* Report the tier's failure on the calling thread. Callers of the first must hold the lock. */
 static inline fsdpc_status fsdpc_tier_failure(const fsdpc_tier *tier)
 {
     return tier->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(tier->status, "%s", tier->reason);

@@ -21,7 +21,7 @@ Index = Any  # int, slice, None, ..., arrays of integers or bool, or a tuple of 
 DTypeLike = dtype | str | type | np.dtype[Any]
 
 class PeerError(RuntimeError):
-    """Another rank ended or left; the message names it, its process and the awaited operation.
+    """Another rank died or left; the message names it, its process and the pending operation.
 
     The page docs/troubleshooting.md#exceptions explains what to do.
 
@@ -35,7 +35,7 @@ class PeerError(RuntimeError):
     """
 
 class MismatchError(RuntimeError):
-    """Ranks called different operations; raised before a wrong result is used, naming both.
+    """Ranks called different operations; the error names both before a wrong result is used.
 
     The page docs/troubleshooting.md#exceptions explains what to do.
 
@@ -115,7 +115,7 @@ class Tensor:
         """The number of dimensions."""
     @property
     def device(self) -> str:
-        """The memory's device: "cpu", or the name of the plugin that provides the device."""
+        """The tensor's device: "cpu", or the name of the plugin that provides the device."""
     @property
     def nbytes(self) -> int:
         """Total size of the elements in bytes."""
@@ -131,7 +131,7 @@ class Tensor:
     def grad(self, value: Tensor | None) -> None: ...
     @property
     def is_leaf(self) -> bool:
-        """Whether the tensor is a leaf, that is, not the result of a recorded operation."""
+        """Whether the tensor is a leaf, which means that no recorded operation produced it."""
     @property
     def grad_fn(self) -> str | None:
         """The name of the operation that computed the tensor, or None."""
@@ -182,12 +182,12 @@ class Tensor:
 
     # autograd
     def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-        """Compute the gradients of all leaves that this tensor was computed from.
+        """Compute the gradients of all leaves that this tensor depends on.
 
-        They are added to ``.grad``. A tensor with several elements requires ``gradient``, with the
-        same shape and dtype. ``retain_graph`` keeps the data for a second backward. Raises
-        RuntimeError if nothing requires grad, and ValueError if a gradient is missing or does not
-        match.
+        They are added to ``.grad``. If the tensor has several elements, ``gradient`` is required
+        and must have the same shape and dtype. ``retain_graph`` keeps the data for a second
+        backward. Raises RuntimeError if nothing requires grad, and ValueError if a gradient is
+        missing or does not match.
 
         Examples
         --------
@@ -199,7 +199,7 @@ class Tensor:
         """
 
     def detach(self) -> Tensor:
-        """Return an unrecorded tensor that shares this tensor's memory.
+        """Return a tensor that shares this tensor's memory but is detached from the graph.
 
         Examples
         --------
@@ -212,8 +212,8 @@ class Tensor:
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Set whether backward computes this tensor's gradient; return the tensor.
 
-        Raises TypeError unless the dtype is a float, and RuntimeError when disabled for the result
-        of an operation.
+        Raises TypeError if the dtype is not floating-point, and RuntimeError when disabling
+        gradients for the result of an operation.
 
         Examples
         --------
@@ -278,7 +278,7 @@ class Tensor:
         """
 
     def bits(self) -> np.ndarray[Any, Any]:
-        """Return an array of unsigned integers that shares the memory, such as uint16 for bfloat16.
+        """Return a NumPy view of the memory as unsigned integers, for example uint16 for bfloat16.
 
         Examples
         --------
@@ -290,7 +290,7 @@ class Tensor:
     def __format__(self, spec: str, /) -> str:
         """Format a 0-d tensor as a number, and any other tensor as ``str`` does."""
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Return an array for ``numpy.asarray`` that shares the memory as :meth:`numpy` does."""
+        """Return an array for ``numpy.asarray``, sharing memory as :meth:`numpy` does."""
     def __dlpack__(
         self,
         *,
@@ -303,7 +303,7 @@ class Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's device type and index: (1, 0) for the CPU."""
     def __buffer__(self, flags: int, /) -> memoryview:
-        """Return a ``memoryview`` of the memory; raises BufferError on a GPU and for bfloat16."""
+        """Return a ``memoryview``; raise BufferError for bfloat16 and for tensors on a GPU."""
     def __float__(self) -> float: ...
     def __int__(self) -> int: ...
     def __bool__(self) -> bool: ...
@@ -364,7 +364,7 @@ class Tensor:
         """
 
     def clone(self) -> Tensor:
-        """Return a copy of the elements; its gradient flows to this tensor.
+        """Return a copy of the tensor; gradients flow through it to this tensor.
 
         Examples
         --------
@@ -390,7 +390,7 @@ class Tensor:
         """Copy from a tensor, array or number, with broadcasting and conversion; return the tensor.
 
         Raises RuntimeError for a leaf that requires grad, except inside ``no_grad``, or if a
-        gradient would flow into memory that another tensor shares. Raises ValueError if the shapes
+        gradient would flow into memory shared with another tensor. Raises ValueError if the shapes
         do not match.
 
         Examples
@@ -471,7 +471,7 @@ class Tensor:
         """
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-        """Flatten the dimensions from start_dim to end_dim into one, sharing the memory.
+        """Flatten the dimensions from start_dim to end_dim into one; the result shares the memory.
 
         Raises IndexError if the dimension does not exist.
 
@@ -483,7 +483,7 @@ class Tensor:
         """
 
     def unsqueeze(self, dim: int) -> Tensor:
-        """Insert a dimension of size 1 at the given index, sharing the memory.
+        """Insert a dimension of size 1 at the given index; the result shares the memory.
 
         Raises IndexError if dim is not in [-ndim - 1, ndim].
 
@@ -495,7 +495,7 @@ class Tensor:
         """
 
     def squeeze(self, dim: int) -> Tensor:
-        """Remove a dimension if its size is 1, sharing the memory.
+        """Remove a dimension if its size is 1; the result shares the memory.
 
         Raises IndexError if the dimension does not exist.
 
@@ -519,7 +519,7 @@ class Tensor:
         """
 
     def expand(self, *shape: int | Sequence[int]) -> Tensor:
-        """Return a copy that is broadcast to a shape.
+        """Return a copy of the tensor, broadcast to a shape.
 
         -1 keeps a size. Raises ValueError if the tensor cannot be broadcast to the shape.
 
@@ -636,7 +636,7 @@ class Tensor:
 # ---- creating tensors ----
 
 def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = False) -> Tensor:
-    """Copy a number, a nested sequence of numbers or an array into a new tensor.
+    """Create a new tensor from a number, a nested sequence of numbers or an array.
 
     Parameters
     ----------
@@ -654,7 +654,7 @@ def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = Fals
     """
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor that shares an array's memory, or a copy of it on a GPU.
+    """Return a tensor that shares an array's memory, or a copy if the device is a GPU.
 
     Examples
     --------
@@ -793,7 +793,7 @@ def randn(
     seed: int | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Draw from the standard normal distribution, with a separate seed if one is given.
+    """Draw from the standard normal distribution; a ``seed`` replaces the global seed.
 
     Examples
     --------
@@ -899,7 +899,7 @@ def minimum(a: Operand, b: Operand) -> Tensor:  # method
     """
 
 def mask(x: Operand, keep: Operand) -> Tensor:
-    """Return x where keep is true and negative zero elsewhere, which leaves sums unchanged."""
+    """Return x where keep is true, and elsewhere negative zero, which leaves sums unchanged."""
 
 def keep(x: Operand, keep: Operand) -> Tensor:
     """Return x where keep is true, and 0 elsewhere."""
@@ -1158,8 +1158,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:  # method
     """Multiply matrices.
 
     a is (..., n, k) and b is (..., k, m), with the same float dtype; leading dimensions broadcast.
-    A vector is treated as a row on the left or a column on the right, and the result lacks that
-    dimension. Raises TypeError if the dtypes differ, and ValueError if the shapes do not match.
+    A vector is treated as a row on the left or a column on the right; the added dimension is
+    removed from the result. Raises TypeError if the dtypes differ, and ValueError if the shapes do
+    not match.
 
     Examples
     --------
@@ -1305,11 +1306,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 def row_moments(
     x: Tensor, rows: int, dy: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """Compute each row's mean and sum of squared deviations or, with dy, two other sums.
+    """Compute each row's mean and sum of squared deviations or, given dy, two other sums.
 
-    The two sums with dy are those of dy and of ``dy * (x - shift)``. x and dy have the same shape
-    and are treated as rows; shift has one value per row, or fewer, which repeat. The result has
-    shape (2, rows) and, like shift, dtype float32 (float64 if x is float64). It has no gradient.
+    Given dy, the results are each row's sums of dy and of ``dy * (x - shift)``. x and dy have the
+    same shape and are treated as rows; shift has one value per row, or fewer, which repeat. The
+    result has shape (2, rows) and, like shift, dtype float32 (float64 if x is float64). It has no
+    gradient.
     """
 
 def row_affine(
@@ -1377,7 +1379,7 @@ def element_places(index: Tensor, shape: int | Sequence[int], dim: int) -> Tenso
     """
 
 def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor:
-    """Add the rows of x (..., dim) to zeros (rows, dim), at the indices in ids (...).
+    """Return a (rows, dim) tensor whose row i sums the rows of x (..., dim) with id i.
 
     Raises IndexError if an id is out of range.
     """
@@ -1427,10 +1429,10 @@ def varlen_attention(
     """Attend within each document of a row; a nonzero ``window`` limits the number of keys."""
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the cross entropy of class ids, as the functional version does by default."""
+    """Compute the cross entropy of class ids with the defaults of ``functional.cross_entropy``."""
 
 def nll_loss(log_p: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the negative log likelihood, as the functional version does by default."""
+    """Compute the negative log likelihood with the defaults of ``functional.nll_loss``."""
 
 def linear_cross_entropy(
     x: Tensor,
@@ -1439,7 +1441,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk_rows: int = 0,
 ) -> Tensor:
-    """Compute ``cross_entropy(linear(x, weight), targets)`` without keeping all logits.
+    """Compute ``cross_entropy(linear(x, weight), targets)`` without storing all logits.
 
     Parameters
     ----------
@@ -1500,7 +1502,7 @@ def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:  # method
     """
 
 def sum_squares(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Sum squares over dimensions, treating 16-bit floats as float32."""
+    """Sum the squares of elements over dimensions, treating 16-bit floats as float32."""
 
 def cumsum(x: Tensor, dim: int) -> Tensor:
     """Return cumulative sums along a dimension."""
@@ -1509,7 +1511,7 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Return the log of the sum of exponentials along a dimension."""
 
 def result_type(x: Tensor, y: Tensor) -> dtype:
-    """Return the dtype of the result of an operation on both, like PyTorch's ``result_type``."""
+    """Return the dtype that an operation on x and y produces, like PyTorch's ``result_type``."""
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:  # method
     """Average elements over dimensions.
@@ -1553,10 +1555,10 @@ def array_equal(a: Tensor, b: Tensor) -> bool:
 # ---- operations: shapes ----
 
 def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """Return the elements in another shape, over the same memory.
+    """Return a tensor of another shape that shares x's memory.
 
     x has any dtype; one size may be -1, in which case it is inferred. Raises ValueError if the
-    numbers of elements differ.
+    number of elements differs.
 
     Examples
     --------
@@ -1590,7 +1592,7 @@ def permute(x: Tensor, dims: int | Sequence[int]) -> Tensor:
     """
 
 def expand(x: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """Broadcast to a shape; a copy.
+    """Return a copy of x, broadcast to a shape.
 
     x has any dtype; -1 keeps a size. Raises ValueError if x cannot be broadcast to the shape.
 
@@ -1635,7 +1637,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 # ---- the tape ----
 
 def set_grad_enabled(enabled: bool, /) -> bool:
-    """Switch recording on or off; return the previous setting."""
+    """Enable or disable gradient recording; return the previous setting."""
 
 def is_grad_enabled() -> bool:
     """Return whether operations are recorded on this thread.
@@ -1652,7 +1654,7 @@ def in_backward() -> bool:
     """Return whether a backward pass is running."""
 
 def boundary(x: Tensor, callback: Callable[[], Any]) -> Tensor:
-    """Return x, and call a function in backward when the result's gradient is complete.
+    """Return x; in backward, call a function when the result's gradient is complete.
 
     Examples
     --------
@@ -1687,7 +1689,7 @@ def custom(
     outputs: Sequence[Tensor],
     backward: Callable[..., Tensor | Sequence[Tensor | None] | None],
 ) -> tuple[Tensor, ...]:
-    """Record that outputs were computed from inputs, with a backward written in Python.
+    """Record that outputs were computed from inputs, with a Python function as backward.
 
     Parameters
     ----------
@@ -1737,7 +1739,7 @@ def backward(
     gradients: Sequence[Tensor | None] | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Compute the gradients of all leaves from which several tensors were computed."""
+    """Compute the gradients of all leaves that the given tensors depend on."""
 
 def manual_seed(seed: int) -> None:
     """Set the seed for dropout and initialisation, and restart their random streams at 0.
@@ -1756,7 +1758,7 @@ def initial_seed() -> int:
     """Return the seed set by ``manual_seed``, or 0 if none was set."""
 
 def next_stream() -> int:
-    """Take the next random stream and return its index."""
+    """Reserve the next random stream and return its index."""
 
 # ---- the runtime ----
 
@@ -1774,7 +1776,7 @@ def set_num_threads(threads: int) -> None:
     """
 
 def set_ordered(ordered: bool, /) -> None:
-    """Choose whether sums use the same order in every run or the fastest order."""
+    """Choose whether sums use the fastest order or the same order in every run."""
 
 def num_threads() -> int:
     """Return this rank's number of compute threads.
@@ -1790,7 +1792,7 @@ def engine_threads() -> int:
     """Return how many kernel and stream threads the engine currently has in this process."""
 
 def usable_cores() -> int:
-    """Return how many cores affinity and quota allow this process, without starting threads."""
+    """Return how many cores CPU affinity and quota let this process use; starts no threads."""
 
 def memory_stats() -> dict[str, int]:
     """Return current and peak bytes by category, and the number of system allocations."""
@@ -1808,7 +1810,7 @@ def reset_peak_memory_stats() -> None:
     """
 
 def check_environment() -> dict[str, Any]:
-    """Return the library's environment variables; raise ValueError if one is invalid."""
+    """Return the library's environment variables; raise ValueError if any is invalid."""
 
 def runtime_config() -> dict[str, Any]:
     """Return the instruction set, threads and available kernels, for show_config()."""
@@ -1817,7 +1819,7 @@ def plugin_config(path: str, /) -> dict[str, Any]:
     """Open the plugin at a path; return its "description" and its number of "devices"."""
 
 def plugin_library(path: str, library: str | None, /) -> str:
-    """Open the library that a plugin's transport uses, and return its description."""
+    """Open the library that a plugin's transport uses; return a description of it."""
 
 def set_device(path: str | None, /) -> None:
     """Select the CPU or a plugin's device; call it before creating the first tensor."""
@@ -1826,7 +1828,7 @@ def device_name() -> str:
     """Return "cpu", or the name of the selected plugin."""
 
 def adopt_stream(handle: int, /) -> None:
-    """Make the stream with this raw handle the main stream, ordered after the current one."""
+    """Use the stream with this raw handle as the main stream, ordered after the current one."""
 
 def set_reclaim(callable: Callable[[], object] | None, /) -> None:
     """Set a function to call when device memory runs out, before the allocation is retried once."""
@@ -1843,7 +1845,7 @@ def listen_for_rank(address: str, rank: int, /) -> int:
     """Open the socket that a launcher passes to a rank."""
 
 class Transport:
-    """Carries messages between hosts, with the caller's threads or the plugin at a path."""
+    """Carries messages between hosts, using the caller's threads or a plugin."""
 
     def __init__(self, rank: int, size: int, plugin: str | None = None) -> None: ...
     @property
@@ -1862,12 +1864,13 @@ class Transport:
     def failed(self) -> bool:
         """Whether this rank or another has aborted the transport."""
     def take(self, buffer: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
-        """Return the (peer, tag, memory) of the next message to send, or None if there is none yet.
-        The memory is valid until its buffer is reused. Raises PeerError at the end.
+        """Return the (peer, tag, memory) of the next message to send, or None if there is none. The
+        memory remains valid until its buffer is reused. Raises PeerError at the end.
         """
 
     def buffer(self, buffer: int, size: int, /) -> memoryview:
-        """Return memory for the next incoming message, valid until the message is delivered."""
+        """Return memory for the next incoming message; it is valid until the message is
+        delivered."""
     def deliver(self, buffer: int, peer: int, tag: int, /) -> bool:
         """Deliver the message in the buffer; return False if no more messages will arrive."""
     def abort(self, reason: str, /) -> None:
@@ -1880,7 +1883,7 @@ class Tier:
 
     def __init__(self, folder: str | bytes, rank: int, chunk: int = 0) -> None: ...
     def stats(self) -> dict[str, int]:
-        """Return the file size, the bytes read and written, and whether it bypasses the page
+        """Return the file size, the bytes read and written, and whether I/O bypasses the page
         cache."""
 
 #: (file or None, params, masters, states, gradients, fraction of the latter three): which arrays
@@ -1911,7 +1914,7 @@ class Comm:
         """This process's rank in the group."""
     @property
     def world_rank(self) -> int:
-        """This process's rank in the original group, from which this one was split."""
+        """This process's rank in the original group that this group was split from."""
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -1937,8 +1940,8 @@ class Comm:
     def watch(self, peers: list[tuple[int, int, int, str]], host: str, /) -> None:
         """Watch other hosts from the first rank of this host, which is named ``host``.
 
-        A peer is a tuple: a connected socket, whose ownership passes to the group, first rank,
-        number of ranks, host name.
+        Each peer is (socket, first rank, number of ranks, host name); the group takes ownership of
+        the connected socket.
         """
 
     def abort(self, reason: str, /) -> None:
@@ -1947,7 +1950,7 @@ class Comm:
         """Leave without waiting for peers."""
 
 class Unit:
-    """The unit that one fully_shard call creates."""
+    """A unit, which one ``fully_shard`` call creates."""
 
     def __init__(
         self,
@@ -1971,7 +1974,7 @@ class Unit:
     """Name shown in messages and traces."""
     @property
     def trained_groups(self) -> int:
-        """Number of flat groups with gradients, which come before frozen groups."""
+        """Number of flat groups that have gradients; they precede the frozen groups."""
     @property
     def has_root(self) -> bool:
         """Whether the outermost module has run."""
@@ -1993,7 +1996,8 @@ class Unit:
     """Whether the unit may run on only some ranks."""
     @property
     def offload(self) -> Offload | None:
-        """The arrays that are in a file or, for ("host", ...), in host memory next to a GPU."""
+        """Which arrays are in a file or, for ("host", ...), in host memory instead of GPU
+        memory."""
     @property
     def keep_grads(self) -> bool:
         """Whether the unit has its own reduce buffer."""
@@ -2019,20 +2023,20 @@ class Unit:
     def grad(self, i: int, /) -> Tensor | None:
         """Return the gradient of this rank's rows, or None if there is none."""
     def write(self, i: int, full: Tensor, /) -> None:
-        """Write this rank's rows, taken from a full value."""
+        """Copy this rank's rows from a full value."""
     def init(self, i: int, kind: str, a: Number, b: Number, seed: int, stream: int, /) -> None:
         """Initialise this rank's rows, as ``init_`` does."""
     def collect(self, i: int, what: bool | Tensor, out: Tensor | None = None, /) -> Tensor:
-        """Return the full value (False), the full gradient (True), or the full tensor whose rows
-        the ranks pass. The result is in `out` if given; collective.
+        """Return the full value (if ``what`` is False), the full gradient (True), or the full
+        tensor whose rows the ranks pass. The result is written to `out` if given; collective.
         """
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
     def bind(self, i: int, full: Tensor | None, /) -> None:
-        """Make parameter i use a private full tensor or, with None, the unit's tensor again."""
+        """Make parameter i use a separate full tensor or, if None, the unit's tensor again."""
     def unshard(self) -> None:
-        """Start to gather parameters and keep them unsharded; collective. ``unshard_wait``
+        """Start gathering parameters and keep them unsharded; collective. ``unshard_wait``
         completes it."""
     def unshard_wait(self) -> None:
         """Wait for ``unshard`` to complete."""
@@ -2043,9 +2047,9 @@ class Unit:
     def hold(self, begin: bool, /) -> None:
         """Freeze or unfreeze the root's weights."""
     def set_is_last_backward(self, flag: bool, /) -> bool:
-        """Set whether the root's backward ends by waiting for reductions; return the old value."""
+        """Set whether the root's backward waits for reductions at its end; return the old value."""
     def set_ahead(self, backward: bool, units: list[Unit], /) -> None:
-        """Set the units to prefetch when this unit runs."""
+        """Set which units to prefetch when this unit runs."""
     def schedule(
         self,
     ) -> tuple[list[tuple[int, bool]] | None, list[tuple[int, str, bool]] | None, int]:
@@ -2078,7 +2082,7 @@ class Optimizer:
         amsgrad: bool = False,
         maximize: bool = False,
     ) -> None:
-        """Set a group's options; omitted options are 0."""
+        """Set a group's options; options that are omitted become 0."""
     def step(self) -> None:
         """Make one update; collective."""
     def step_alone(
@@ -2100,7 +2104,7 @@ class Optimizer:
     def make_states(self, unit: Unit, i: int, /) -> None:
         """Create the missing states."""
     def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None:
-        """Write this rank's rows, taken from a full state."""
+        """Copy this rank's rows from a full state."""
     def collect(self, unit: Unit, i: int, which: int, /) -> Tensor:
         """Return a full state; collective."""
     def step_count(self, unit: Unit, i: int, /) -> int:
@@ -2115,7 +2119,7 @@ class StepGraph:
     def end(self) -> None:
         """End the capture and run the step once."""
     def abandon(self, why: str, /) -> None:
-        """End the capture and discard everything that was called in it."""
+        """End the capture and discard the captured calls."""
     def replay(self) -> None:
         """Run the step once more."""
 
@@ -2133,8 +2137,8 @@ def in_dry_run() -> bool:
     """Return whether ``dry_run`` is running its function."""
 
 def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
-    """Call ``fn()`` on a device that computes nothing; return its result and the bytes it left
-    behind.
+    """Call ``fn()`` on a device that computes nothing; return its result and the bytes that it left
+    allocated.
 
     Groups without an address may have any size and, with ``orders``, order streams as GPUs do. The
     trace records floating-point operation counts instead of nanoseconds.
@@ -2154,7 +2158,7 @@ def plan_root(
     micro_steps: int,
     /,
 ) -> list[tuple[str, str, int, int, str]]:
-    """Return (name, class, bytes, count, where) for all of a rank's memory; allocates none of it.
+    """Return (name, class, bytes, count, where) for all of a rank's memory, without allocating it.
 
     Each unit is (parameters, param_dtype, reduce_dtype, offload, whether it encloses other units,
     keep_grads, rank_dependent, reshard_after_forward); each parameter is (dtype, shape, frozen).
@@ -2171,7 +2175,7 @@ def plan_unsharded(
     """
 
 class TorchUnit:
-    """A unit over another framework's tensors: schedule, dictionaries and gradients."""
+    """Runs a unit on another framework's tensors, including its schedule and gradients."""
 
     def __init__(
         self,
@@ -2186,17 +2190,17 @@ class TorchUnit:
         grad_of: Any,
     ) -> None: ...
     def place(self, grads: list[Any], lent: list[Any] | None, /) -> None:
-        """Use these gradients, which are rows of ``lent`` or, without it, of the unit's own
+        """Use these gradients, which are rows of ``lent`` or, if that is None, of the unit's own
         memory."""
     @property
     def in_backward(self) -> bool:
         """Whether the root's backward is running."""
     @property
     def depth(self) -> int:
-        """Number of the root's forwards that are running."""
+        """Nesting depth of the root's running forwards."""
     @property
     def has_factor(self) -> bool:
-        """Whether gradient clipping has deferred a factor."""
+        """Whether a deferred clipping factor has yet to be applied."""
     @property
     def lends_unsharded(self) -> bool:
         """Whether unsharded parameters are in memory passed to :meth:`bind`."""
@@ -2212,7 +2216,7 @@ class TorchUnit:
         mates: list[TorchUnit],
         /,
     ) -> None:
-        """Start operation by creating the root for these frontends."""
+        """Set the unsharded tensors, the callbacks, and the TorchUnits that have the same root."""
     def enter(self, grad: bool, in_task: bool, /) -> bool:
         """Begin a module's forward."""
     def leave(self) -> None:
@@ -2222,32 +2226,32 @@ class TorchUnit:
     def end_backward(self) -> None:
         """End the unit's backward."""
     def guard(self, modules: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
-        """Make modules that read the unit's parameters refuse calls from outside."""
+        """Make modules that read the unit's parameters reject calls from outside the unit."""
     def lift(self, begin: bool, /) -> None:
         """Allow or forbid calls to guarded modules."""
     def finish(self) -> None:
         """End the root's backward after waiting for reductions."""
     def catch_up(self) -> None:
-        """Take gradients, unless this backward has already done so."""
+        """Update the engine from ``.grad``, unless this backward has already done so."""
     def follow(self, i: int = ..., /) -> None:
-        """Copy tensors that replaced the ``.data`` of all pieces, or of one piece."""
+        """Copy in the tensors that the user assigned to ``.data``, for one piece or all pieces."""
     def follow_root(self) -> None:
-        """Check, before an epoch, how the pieces of all units have changed."""
+        """Detect changes to the pieces of all units; called before an epoch."""
     def settle(self) -> bool:
-        """Hand out gradients; return whether hooks are waiting for them."""
+        """Set ``.grad`` to the reduced gradients; return whether hooks are waiting for them."""
     def take_grads(self, i: int = ..., /) -> None:
-        """Check how the gradients of all pieces, or of one piece, have changed."""
+        """Update the engine's gradients from ``.grad``, for one piece or all pieces."""
     def add_product(self, i: int, dy: int, x: int, rows: int, n_out: int, n_in: int, /) -> bool:
         """Add dy' x, from dense memory at these addresses, to parameter i's gradient; return False
         if the unit's reduce dtype does not allow it.
         """
 
     def apply_scale(self) -> None:
-        """Apply the factor that clipping deferred."""
+        """Apply the deferred clipping factor."""
     def reset(self) -> None:
-        """Shard all of the root's units after an exception."""
+        """Return all of the root's units to their sharded state after an exception."""
     def hide(self, gave_up: bool, /) -> None:
-        """Show the local pieces again, and discard an incomplete backward."""
+        """Put the local pieces back into the modules, and discard an incomplete backward."""
     def pin(self) -> None:
         """Record that ``Unit.unshard`` was called."""
     def hold(self, begin: bool, /) -> None:
@@ -2317,7 +2321,7 @@ def clamp_(tensors: list[Tensor], limit: float, /) -> None:
     """Clamp tensors to [-limit, limit], in place."""
 
 def crc32c(crc: int, buffer: Any, /) -> int:
-    """Extend a CRC-32C with a buffer; start with 0."""
+    """Extend a CRC-32C checksum with a buffer; the initial value is 0."""
 
 def trace_events() -> list[tuple[str, int, int, int, int, bool]]:
     """Return the events, oldest first, as (kind, unit, epoch, bytes, ns, in_backward)."""
@@ -2351,7 +2355,7 @@ class Save:
     def run(self) -> None:
         """Save now; collective."""
     def start(self) -> None:
-        """Copy the pieces and save them in a background thread; collective."""
+        """Copy the pieces, then save the copies in a background thread; collective."""
     def wait(self) -> None:
         """Wait for the thread and raise its error, if any."""
     @property
@@ -2374,7 +2378,7 @@ def read_shards(
     hook: Hook | None = None,
     /,
 ) -> list[int]:
-    """Read file pieces into tensors; return this rank's checksums."""
+    """Read parts of files into tensors; return this rank's checksums."""
 
 def sum_runs(paths: list[bytes], runs: list[tuple[int, int, int]], /) -> list[int]:
     """Return the checksum of each range of bytes (file, offset, bytes)."""

@@ -130,7 +130,7 @@ def apply(
 ) -> list[str]:
     """Freeze a model and add adapters to some of its linear layers, in place.
 
-    Call it before :func:`fsdpc.fully_shard`; the model's initialisation may be deferred.
+    Call this before :func:`fsdpc.fully_shard`; the model's initialisation may be deferred.
 
     Parameters
     ----------
@@ -442,7 +442,7 @@ def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a folder's ``adapter_config.json``; raises as :func:`load` does.
+    """Return the content of a folder's ``adapter_config.json``; raises the errors of :func:`load`.
 
     Examples
     --------

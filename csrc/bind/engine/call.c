@@ -4,12 +4,12 @@
  *
  * The marks are boundaries on the tape. A mark on each output that requires grad tells the engine
  * that the unit's backward begins; a mark on each input tells it that the backward has ended. Each
- * mark records the generation of the weights used by this forward, and keeps the unit alive for as
- * long as the graph. bind/walk.h finds the tensors. Other objects pass through unchanged; it is an
- * error if forward returns one that contains a tensor that needs gradients.
+ * mark records the generation of the weights used by this forward, and keeps the unit alive as long
+ * as the graph exists. bind/walk.h finds the tensors. Other objects pass through unchanged, but
+ * forward must not return one that contains a tensor that needs gradients.
  *
  * engine/call.h decides how a call, or an exception in it, affects the schedule. It recognises
- * recomputations by the tape's node numbers, which serve as a clock.
+ * recomputations by the tape's node numbers, which act as a clock.
  */
 #include "bind/engine.h"
 #include "bind/walk.h"
@@ -21,7 +21,7 @@ typedef struct mark {
     uint64_t generation;
 } mark;
 
-/* The settings for processing every tensor in a structure. */
+/* Settings for a traversal that processes every tensor in a structure. */
 typedef struct walk {
     fsdpc_py_walk base;
     PyObject *module;
@@ -112,8 +112,8 @@ static PyObject *visit_tensor(fsdpc_py_walk *base, PyObject *object)
     return cast ? fsdpc_py_tensor_wrap(w->module, cast) : Py_NewRef(object);
 }
 
-/* Checks an object that is not searched: if forward returns it, it must not contain a tensor whose
- * backward belongs to the unit. */
+/* Checks an object whose contents are not searched: if forward returns it, it must not contain a
+ * tensor whose backward belongs to the unit. */
 static int visit_other(fsdpc_py_walk *base, PyObject *object)
 {
     const walk *w = (const walk *)base;
@@ -187,8 +187,8 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
     }
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
-    /* This runs only if gradients are enabled, because in hold() ranks may evaluate and freeze
-     * parameters differently. */
+    /* This runs only if gradients are enabled, because inside hold() each rank may evaluate and
+     * freeze parameters independently. */
     fsdpc_status status = FSDPC_OK;
     for (Py_ssize_t i = 0; runtime->tape->grad_enabled && i < self->n_params; i++) {
         status = fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);

@@ -8,19 +8,19 @@
 #include "ckpt/shards.h"
 #include "ckpt/safetensors.h"
 
-/* Returns a Python callable (call, path) as a hook, or an empty hook for None; borrows the
- * callable. An exception raised by the callable makes the call fail. */
+/* Wraps a Python callable (call, path), which is borrowed, as a hook; None gives an empty hook. An
+ * exception raised by the callable makes the call fail. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);
 
-/* Parses a list of (name, dtype, shape), whose strings are borrowed; returns -1 with an
- * exception. */
+/* Parses a list of (name, dtype, shape) tuples, whose strings are borrowed; returns -1 with an
+ * exception on failure. */
 int fsdpc_py_ckpt_tensors(PyObject *list, fsdpc_st_tensor *out);
 
-/* Parses (tensor, first element, Tensor) into a shard without a place; returns -1 with an
- * exception. */
+/* Parses (tensor, first element, Tensor) into a shard with no file location; returns -1 with an
+ * exception on failure. */
 int fsdpc_py_ckpt_shard(PyObject *item, size_t n_tensors, fsdpc_ckpt_shard *out);
 
-/* Host memory for shards of a remote device. */
+/* Host memory for the shards of a remote device. */
 typedef struct fsdpc_py_ckpt_host {
     void *memory;
     bool pinned;

@@ -1,11 +1,11 @@
-/* Copies shards through host memory if the host cannot access their own memory.
+/* Copies shards through host memory if the host cannot access the device's memory.
  *
  * csrc/ckpt only knows files and host memory. On a remote device, a save first copies all shards to
  * the host and then saves the copy. A load reads into host memory and copies it to the device once
- * everything has been read. Each needs host memory equal to the total size of the shards.
+ * everything has been read. Both need as much host memory as the shards occupy.
  *
- * Saves happen repeatedly, and training waits for their copies. Their host memory is therefore
- * pinned, if enough is available. Copies into pinned memory run at bus speed (55 GB/s on an H200,
+ * Saves happen repeatedly, and training waits for their copies. Saves therefore use pinned host
+ * memory, if enough is available. Copies into pinned memory run at bus speed (55 GB/s on an H200,
  * against 6 GB/s into ordinary memory), and the device keeps the memory for the next save. Loads do
  * not pin, because pinning takes longer than the copy.
  */

@@ -8,8 +8,9 @@
  * save continues. Shards of a remote device were copied to the host when the object was created,
  * and are not copied again.
  *
- * Only the save's thread uses its communicator, which Python splits off for each background save.
- * The communicator's interrupt callback and trace belong to the main thread and are removed.
+ * Python splits off a communicator for each background save, and only the save's thread uses it.
+ * The communicator's interrupt callback and trace are removed, because they belong to the main
+ * thread.
  */
 #include "bind/engine/ckpt.h"
 
@@ -175,7 +176,7 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* ---- running ---- */
 
-/* Returns -1 with KeyboardInterrupt, or any other exception from a signal handler, while the thread
+/* Returns -1 with KeyboardInterrupt or another exception that a signal handler raised; the thread
  * keeps running. */
 static int join(py_save *self)
 {

@@ -1,10 +1,10 @@
-/* Checkpoint access to the engine: local shards of masters and optimizer states, step counts and
- * random state.
+/* Gives checkpoints access to engine state: local shards of masters and optimizer states, step
+ * counts and random state.
  *
  * The tensors are flat views of the engine's own memory, so local shards are saved and loaded
  * without a copy. Requesting a writable local shard marks its unit as written, as loading does.
- * Users may write to `local` at any time, so it makes later epochs compare values; a local shard
- * does not.
+ * Requesting `local` makes later epochs compare values, because users may write to it at any time;
+ * requesting a local shard does not.
  */
 #include "bind/engine/ckpt.h"
 

@@ -72,7 +72,8 @@ static int parse(PyObject *module, PyObject *args, const char *format, gradients
     return read_gradients(module, units, plain, g);
 }
 
-/* Sums over the leaves that a layout would assign to the tensor, so the bits are the same. */
+/* Sums over the same leaves that a layout would assign to the tensor, so that the results are
+ * bitwise equal. */
 static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm *norm)
 {
     const fsdpc_tensor *t = g->plain[i];
@@ -245,8 +246,8 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
 }
 
 /* Multiplies by `factor` and by the value at `factor_at`, which is in device memory and may be
- * NULL. If `nonfinite_io` is not NULL, sets it to 1 if a NaN or infinity was read, which requires
- * waiting for a remote device. */
+ * NULL. If `nonfinite_io` is not NULL, sets it to 1 if a NaN or infinity was read. On a remote
+ * device this requires a wait. */
 static fsdpc_status multiply_plain(const gradients *g, double factor, const double *factor_at,
                                    int *nonfinite_io)
 {
@@ -266,7 +267,7 @@ static fsdpc_status clip_by(const gradients *g, double norm, double max_norm)
     return scale != 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
 }
 
-/* Does the same with the norm in a remote device's memory. */
+/* Scales the gradients by a norm that is in a remote device's memory. */
 static fsdpc_status clip_by_remote(const gradients *g, const double *norm, double max_norm)
 {
     fsdpc_stream *stream = g->runtime->compute;

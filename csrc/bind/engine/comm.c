@@ -1,9 +1,9 @@
 /* Comm: the Python object for a communicator.
  *
  * fsdpc.distributed creates one for the world, and split() one for a row or column of a mesh.
- * Collectives accept tensors, and work in place if PyTorch's do. Every call that may wait releases
- * the GIL; the interrupt callback reacquires it briefly, at least every 100 ms, to let Ctrl-C
- * through.
+ * Collectives accept tensors and work in place wherever PyTorch's do. Every call that may wait
+ * releases the GIL; the interrupt callback reacquires it briefly, at least every 100 ms, to let
+ * Ctrl-C through.
  *
  * With several ranks on GPUs, a communicator over host memory is created first, and the plugin
  * builds its communicator on it.
@@ -79,8 +79,8 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
     return status;
 }
 
-/* Returns a multi-host world's transport; NULL if there is only one host, or with an exception on
- * failure. */
+/* Returns a multi-host world's transport. Returns NULL if there is only one host, or with an
+ * exception set on failure. */
 static fsdpc_transport *transport_of(PyTypeObject *type, PyObject *object, int size, int hosts,
                                      bool pretended)
 {
@@ -215,7 +215,7 @@ static void comm_dealloc(PyObject *object)
 }
 
 /* Runs an operation on a tensor's elements, in place unless `recv` is set; `t` is NULL if the
- * operation has no tensor. */
+ * operation uses no tensor. */
 static PyObject *run_op(fsdpc_comm *comm, fsdpc_coll op, const fsdpc_tensor *t)
 {
     op.unit = -1;

@@ -4,9 +4,9 @@
  * fn() runs on a separate runtime with a null device: kernels do nothing, and memory is counted but
  * never touched, so no pages are used. A model of any size costs almost no time or memory. During
  * the run, the parameters also use null memory, in the given dtypes. A sink for their gradients
- * acts like a unit's reduce buffer. Units only cast their inputs and outputs. No epoch begins, so
- * a single rank can plan. Returns the peak memory that fn used, excluding parameters and their
- * gradients, and the memory still allocated afterwards.
+ * acts like a unit's reduce buffer. Units only cast their inputs and outputs. No epoch begins, so a
+ * single rank can make the plan. Returns the peak memory that fn used, excluding parameters and
+ * their gradients, and the memory still allocated afterwards.
  *
  * play's fn creates the model, communicators without an address and units, and then trains: only
  * kernels and peers are missing. An operation completes when the engine waits for it (or, with
@@ -14,13 +14,13 @@
  * stamped with the number of preceding floating point operations instead of a time.
  *
  * Objects that fn creates must be freed before these functions return, because their values were
- * never computed. Any that remain keep the null runtime alive, which the caller reports.
+ * never computed. Any that remain keep the null runtime alive, and the caller reports this.
  */
 #include "bind/engine.h"
 
 #include "ops/flat_ops.h"
 
-/* A parameter's own storage, which is restored afterwards. */
+/* A parameter's original storage, which is restored afterwards. */
 typedef struct stand {
     fsdpc_tensor *t;
     fsdpc_dtype dtype;
@@ -90,7 +90,7 @@ static size_t held(fsdpc_runtime *r, bool peak)
     return peak ? stats.peak_bytes[FSDPC_MEM_ACTIVATION] : stats.now_bytes[FSDPC_MEM_ACTIVATION];
 }
 
-/* Runs fn on the moved parameters; returns -1 with an exception. */
+/* Runs fn with the parameters in null memory; returns -1 with an exception on failure. */
 static Py_ssize_t measure(fsdpc_py_state *state, fsdpc_runtime *dry, PyObject *fn)
 {
     fsdpc_runtime real = state->runtime;

@@ -5,8 +5,8 @@
  * tensors over other libraries' memory alive. A replay calls no module, so this file checks whether
  * parameters require gradients, as a call to a unit does.
  *
- * Each dropout operation takes the next random stream. A replay starts from the program's current
- * stream, so its distance from the stream at capture is sent to the device before each replay.
+ * Each dropout operation takes the next random stream. A replay starts at the program's current
+ * stream, so its offset from the stream at capture is sent to the device before each replay.
  */
 #include "bind/engine.h"
 
@@ -21,7 +21,8 @@ typedef struct py_graph {
     fsdpc_py_kept held;
 } py_graph;
 
-/* Returns the outermost of the units, which must cover the whole model; NULL with an exception. */
+/* Returns the outermost of the units, which must cover the whole model, or NULL with an exception
+ * set. */
 static fsdpc_py_unit *model_of(PyObject *module, PyObject *units)
 {
     if (PyList_GET_SIZE(units) == 0) {
@@ -140,7 +141,7 @@ static void graph_dealloc(PyObject *object)
     fsdpc_py_free(object);
 }
 
-/* Rewinds the random streams to the start of the capture, and releases the memory held for it. */
+/* Rewinds the random streams to where the capture began and releases the memory held for it. */
 static void forget(py_graph *self)
 {
     self->runtime->tape->next_stream = self->first_stream;

@@ -80,15 +80,15 @@ fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
     return NULL;
 }
 
-/* Returns the unit passed as the argument, which must have a parameter `param`; NULL with an
- * exception. */
+/* Returns the unit passed as an argument, which must have a parameter `param`, or NULL with an
+ * exception set. */
 static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
     fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
     return unit && fsdpc_py_unit_check_param(unit, param) == 0 ? unit : NULL;
 }
 
-/* Parses (unit, param); returns NULL with an exception. */
+/* Parses (unit, param); returns NULL with an exception on failure. */
 static fsdpc_unit *param_args(PyObject *object, PyObject *args, int *param)
 {
     PyObject *unit_object;
@@ -232,7 +232,7 @@ static void release_state(fsdpc_storage *storage)
     PyGILState_Release(gil);
 }
 
-/* Parses (unit, i, which, write=False); returns NULL with an exception. */
+/* Parses (unit, i, which, write=False); returns NULL with an exception on failure. */
 static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int *which, int *write)
 {
     PyObject *unit_object;

@@ -1,4 +1,4 @@
-/* The Tier type, for units whose arrays are stored in one; see bind/engine/tier.c. */
+/* The Tier type, for units that store their arrays in a tier; see bind/engine/tier.c. */
 #ifndef FSDPC_BIND_ENGINE_TIER_H
 #define FSDPC_BIND_ENGINE_TIER_H
 

@@ -1,11 +1,11 @@
 /* Transport: the Python object that carries bytes between hosts.
  *
- * Python threads carry a relay's messages: one takes outgoing messages, others deliver incoming
- * ones. They release the GIL while they wait or copy. They work on views of this object's
+ * Python threads carry a relay's messages: one takes outgoing messages, and others deliver incoming
+ * ones. They release the GIL while they wait or copy. The threads work on views of this object's
  * buffers. Each direction has several buffers, so several messages can be in flight; a carrier
- * passes the index of its buffer. Other transports belong to a plugin and carry their own
- * messages. A multi-host communicator takes over the transport; the relay's object remains for the
- * carriers.
+ * passes the index of its buffer. Any other transport belongs to a plugin and carries its own
+ * messages. A multi-host communicator takes ownership of the transport, but a relay's Python object
+ * remains for its carriers.
  */
 #include "bind/engine/transport.h"
 
@@ -84,7 +84,7 @@ fsdpc_transport *fsdpc_py_transport_give(PyObject *module, PyObject *object)
     return self->transport;
 }
 
-/* Returns the transport, which must be a relay; NULL with TypeError. */
+/* Returns the transport if it is a relay, or NULL with TypeError. */
 static fsdpc_transport *relay_of(PyObject *object)
 {
     const py_transport *self = (py_transport *)object;

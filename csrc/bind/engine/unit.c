@@ -1,9 +1,9 @@
 /* Unit: the Python object for one fully_shard call.
  *
- * On creation, the parameters' values move into masters and their tensors release their memory;
- * from then on, their guards report that they are sharded. make_root(units, encloses), at the
- * outermost module's first call, gives each tensor the address of its unsharded parameter, which
- * never changes, and a sink. The sink directs gradients to the reduce buffer.
+ * On creation, the parameters' values move into masters, and the tensors release their memory. From
+ * then on, the tensors' guards report them as sharded. make_root(units, encloses), at the outermost
+ * module's first call, gives each tensor the address of its unsharded parameter, which never
+ * changes, and a sink. The sink directs gradients to the reduce buffer.
  *
  * Its methods are grouped by subject: bind/engine/call.c, bind/engine/unit_values.c,
  * bind/engine/unit_schedule.c.
@@ -337,7 +337,7 @@ static fsdpc_status bind_units(PyObject *units)
     return FSDPC_OK;
 }
 
-/* The root stays unsharded, because backward needs it first. */
+/* The root stays unsharded after forward, because backward needs it first. */
 static void stay_for_backward(fsdpc_unit *unit)
 {
     fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit);

@@ -1,9 +1,9 @@
 /* Unit: gradients handed out to the user.
  *
- * They are tensors over the gradient shards. A gradient that its user keeps after zero_grad keeps
- * its values, as in PyTorch. The unit then allocates new memory, and the old memory is freed with
- * the last tensor that uses it. All gradients between two zero_grad calls share a reference-counted
- * block.
+ * Gradients are tensors over the gradient shards. A gradient that the user keeps after zero_grad
+ * retains its values, as in PyTorch. The unit then allocates new memory, and the old memory is
+ * freed with the last tensor that uses it. All gradients between two zero_grad calls share a
+ * reference-counted block.
  */
 #include "bind/engine.h"
 

@@ -1,7 +1,7 @@
 /* Unit: manual unshard, settings, and recorded history.
  *
  * Each setting is an attribute: a getter reads a copy of the unit's settings, and a setter passes a
- * changed copy back. The engine decides when each setting may change.
+ * changed copy back. The engine decides when a setting may change.
  *
  * Collective calls release the GIL because they wait for the other ranks.
  */
@@ -78,7 +78,8 @@ static PyObject *get_flag(PyObject *object, void *offset)
     return PyBool_FromLong(*(const bool *)(settings + (uintptr_t)offset));
 }
 
-/* Returns 1 or 0, or -1 with an exception if the attribute is being deleted. */
+/* Returns the value's truth as 1 or 0, or -1 with an exception if the attribute is being
+ * deleted. */
 static int truth(PyObject *value)
 {
     if (value)
@@ -195,8 +196,8 @@ static int set_name(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
     return fsdpc_py_check(status);
 }
 
-/* Returns the policy's dtype, inferred from the flat groups; groups of mixed dtypes keep their
- * own. */
+/* Returns the mixed-precision dtype of the first flat group that does not keep its own dtype, or
+ * None if all groups do. */
 static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
 {
     const fsdpc_unit *unit = unit_of(object);

@@ -1,4 +1,4 @@
-/* Unit: access to each parameter: local shards, unsharded values, and the memory of their tensors.
+/* Unit: access to a parameter's local shard and unsharded values, and the memory of its tensor.
  */
 #include "bind/engine.h"
 
@@ -121,7 +121,8 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
     return fsdpc_py_none(status);
 }
 
-/* Returns the destination: the caller's tensor if it fits, otherwise a new one. */
+/* Returns the caller's tensor, or a new one if none was passed; NULL with an exception if it does
+ * not match. */
 static fsdpc_tensor *destination(const fsdpc_unit *unit, const fsdpc_place *place,
                                  fsdpc_dtype dtype, PyObject *given)
 {

@@ -3,7 +3,7 @@
  * Export returns a capsule whose managed tensor holds our Python object; its deleter acquires the
  * GIL, because the consumer may call it from any thread. On import, the producer's managed tensor
  * stays alive as the owner of our storage. Strided or read-only memory is copied. The structs below
- * are the standard's.
+ * are defined by the standard.
  *
  * Libraries on the same GPU can share GPU memory in both directions, and work stays in order. A
  * consumer's stream waits for our main stream when it takes a tensor; a producer receives our main
@@ -68,7 +68,8 @@ static int device_type(const fsdpc_device *device)
 
 /* ---- out ---- */
 
-/* A single allocation that contains either managed form, followed by the shape and strides. */
+/* A single allocation that contains both managed forms, the exported object, and the shape and
+ * strides. */
 typedef struct exported {
     dl_managed plain;
     dl_versioned versioned;
@@ -94,8 +95,8 @@ static void delete_versioned(dl_versioned *self)
     release_export(self->context);
 }
 
-/* A consumer renames a capsule when it takes it over, so a capsule that still has its name was
- * never taken. */
+/* A consumer renames a capsule when it takes ownership, so a capsule that still has its original
+ * name was never consumed. */
 static void capsule_destroy(PyObject *capsule)
 {
     if (PyCapsule_IsValid(capsule, "dltensor"))
@@ -390,14 +391,14 @@ static int check_source(const fsdpc_device *device, PyObject *source)
     return result;
 }
 
-/* Returns the `stream` argument of __dlpack__: the stream that will read. */
+/* Returns the `stream` argument for __dlpack__, which is the stream that will read the memory. */
 static unsigned long long stream_of(const fsdpc_device *device)
 {
     uintptr_t handle = fsdpc_device_handle(device);
     return handle ? handle : DEFAULT_STREAM;
 }
 
-/* Requests the producer's capsule, by the 1.0 protocol or the older one. */
+/* Requests the producer's capsule, using the 1.0 protocol or, failing that, the older one. */
 static PyObject *ask_capsule(const fsdpc_device *device, PyObject *source)
 {
     if (device->remote && check_source(device, source) < 0)

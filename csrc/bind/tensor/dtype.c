@@ -29,7 +29,7 @@ FSDPC_PY_GETTER(dtype_itemsize,
 FSDPC_PY_GETTER(dtype_is_float,
                 PyBool_FromLong(fsdpc_dtype_is_float(((fsdpc_py_dtype *)object)->dtype)))
 
-/* Pickles and copies refer to the dtype by name, so that they restore the singleton. */
+/* Pickling and copying store only the dtype's name, so they restore the singleton. */
 static PyObject *dtype_reduce(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     PyObject *module = PyImport_ImportModule("fsdpc._core");
@@ -69,7 +69,7 @@ PyType_Spec fsdpc_py_dtype_spec = {
     .slots = dtype_slots,
 };
 
-/* Recognises names that are not in the table, such as Python's types and abbreviations. */
+/* Recognises names that are not in the table, such as Python types and abbreviations. */
 static bool alias(const char *name, fsdpc_dtype *out)
 {
     static const struct {

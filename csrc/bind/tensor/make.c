@@ -13,7 +13,7 @@
 
 enum { MADE_BLOCK = 1024, FEW = 1 << 16 };
 
-/* Creates a tensor, of float32 if dtype < 0; NULL with an exception. */
+/* Creates a tensor, in float32 if dtype < 0; returns NULL with an exception on failure. */
 static fsdpc_tensor *create(fsdpc_py_state *state, const char *function,
                             const fsdpc_py_extents *extents, int dtype, bool requires_grad)
 {
@@ -189,7 +189,7 @@ static fsdpc_status make_values(fsdpc_runtime *runtime, fsdpc_tensor *t, const s
     return status;
 }
 
-/* Checks that the dtype can hold the first and the last number. */
+/* Checks that the dtype can represent the first and last numbers. */
 static fsdpc_status check_ends(const fsdpc_tensor *t, fsdpc_scalar first, fsdpc_scalar last)
 {
     int64_t element;

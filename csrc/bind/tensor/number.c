@@ -1,4 +1,4 @@
-/* Arithmetic and comparisons of tensors with tensors, arrays and Python numbers, and the printed
+/* Arithmetic and comparisons of tensors with tensors, arrays and Python numbers, and the string
  * form of a tensor. */
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"

@@ -1,4 +1,4 @@
-/* Conversion to and from NumPy, by Python calls and the buffer protocol.
+/* Conversion to and from NumPy, through Python calls and the buffer protocol.
  *
  * The buffer protocol passes dtype, shape and ownership in both directions without a copy, so
  * NumPy's headers are not needed. The extension runs with any NumPy version, and `import
@@ -102,7 +102,7 @@ static PyObject *numpy_call(const char *function, PyObject *argument)
     return result;
 }
 
-/* Returns ml_dtypes.bfloat16, or NULL, without an exception if it is not installed. */
+/* Returns ml_dtypes.bfloat16, or NULL; if ml_dtypes is not installed, no exception is set. */
 static PyObject *ml_bfloat16(void)
 {
     PyObject *module = PyImport_ImportModule("ml_dtypes");
@@ -255,7 +255,7 @@ static void release_buffer(fsdpc_storage *storage)
     PyGILState_Release(gil);
 }
 
-/* Returns -1 if it is not one of our dtypes. */
+/* Returns -1 if the format does not match one of our dtypes. */
 static int dtype_of_format(const char *format, Py_ssize_t itemsize)
 {
     if (*format == '@' || *format == '=' || *format == '<')
@@ -282,8 +282,8 @@ static int dtype_of_format(const char *format, Py_ssize_t itemsize)
     }
 }
 
-/* Creates a tensor that takes over the buffer (*taken_out) or, on a remote device, a tensor with a
- * copy of it.
+/* Creates a tensor that takes ownership of the buffer and sets *taken_out; on a remote device, the
+ * tensor holds a copy instead.
  */
 static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, const size_t *shape,
                                      Py_buffer *view, bool *taken_out, fsdpc_tensor **out)
@@ -437,8 +437,8 @@ static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dty
     return y;
 }
 
-/* Checks array.min() or .max(), named `end`: 0, or -1 with ValueError if the integer dtype cannot
- * hold it. */
+/* Checks array.min() or .max(), as named by `end`; returns -1 with ValueError if the integer dtype
+ * cannot hold the value, otherwise 0. */
 static int check_end(PyObject *array, const char *end, fsdpc_dtype dtype)
 {
     int64_t element;

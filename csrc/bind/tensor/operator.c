@@ -1,9 +1,10 @@
 /* `x += y` and similar operators: the operation, followed by a write into x.
  *
  * The object stays the same, so every reference to it sees the new values. Without gradients, every
- * tensor over the same memory sees them too. With gradients, the result has the history. If no
- * other tensor uses x's memory, the object switches to the result without a copy. Otherwise the
- * operation uses a clone, because its backward may need the values that the write overwrites.
+ * tensor over the same memory sees them too. With gradients, only the operation's result has the
+ * new history. If no other tensor uses x's memory, the object switches to the result without a
+ * copy. Otherwise the operation uses a clone, because its backward may need the values that the
+ * write overwrites.
  */
 #include "bind/tensor/tensor.h"
 
@@ -27,8 +28,8 @@ static int check_result(const fsdpc_tensor *t, const fsdpc_tensor *result, const
     return 0;
 }
 
-/* Returns whether the memory belongs to no other library and is read only by the object and tape
- * nodes. */
+/* Returns whether no other library owns the memory and nothing but the object and tape nodes reads
+ * it. */
 static bool is_own(const fsdpc_tensor *t)
 {
     return atomic_load_explicit(&t->refs, memory_order_acquire) == 1 &&

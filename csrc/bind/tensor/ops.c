@@ -196,7 +196,7 @@ FSDPC_PY_OP(element_places)
     return fsdpc_py_result(state, status, out);
 }
 
-/* Sets the scale in the options; NULL means the default; returns 0, or -1 with an exception. */
+/* Sets the scale in the options, using the default for NULL; returns 0, or -1 with an exception. */
 static int set_scale(PyObject *scale, fsdpc_attention_options *inout)
 {
     inout->default_scale = !scale;

@@ -68,7 +68,7 @@ typedef struct fsdpc_py_extents {
     int64_t at[FSDPC_MAX_DIMS];
 } fsdpc_py_extents;
 
-/* The C parameters of a fastcall with keywords; `self` is its module or object. */
+/* The C parameters of a METH_FASTCALL function with keywords; `self` is its module or object. */
 #define FSDPC_PY_FASTCALL(self)                                                                    \
     PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
 
@@ -93,7 +93,7 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
         return fsdpc_py_result(state, status, y);                                                  \
     } while (0)
 
-/* Defines an operation that does nothing else. */
+/* Defines an operation that only returns an expression's tensor. */
 #define FSDPC_PY_RETURNS(name, work, expression)                                                   \
     FSDPC_PY_OP(name)                                                                              \
     {                                                                                              \
@@ -115,8 +115,7 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
 #define FSDPC_PY_DEFINE_METHOD(name)                                                               \
     FSDPC_PY_DEFINE(method, name, self, ((fsdpc_py_tensor *)self)->state)
 
-/* Use FSDPC_PY_OP with this macro for a function or a method that is not in one of the stub's
- * lists. */
+/* Like FSDPC_PY_OP, but for a function or method that is not in one of the stub's lists. */
 #define FSDPC_PY_FUNCTION_OP(name)                                                                 \
     FSDPC_PY_OP(name);                                                                             \
     FSDPC_PY_DEFINE_FUNCTION(name)                                                                 \
@@ -130,8 +129,8 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
 #define FSDPC_PY_FUNCTION_ROW(name) FSDPC_PY_FUNCTION(name, function_##name, FSDPC_PY_FAST)
 #define FSDPC_PY_TENSOR_ROW(name) FSDPC_PY_METHOD(Tensor, name, method_Tensor_##name, FSDPC_PY_FAST)
 
-/* For FSDPC_OPERATIONS(F, M), the lists that the build generates from the stub: definitions of the
- * callers of op_NAME, and table rows. */
+/* Arguments for FSDPC_OPERATIONS(F, M), the lists that the build generates from the stub: they
+ * define the callers of op_NAME, and the table rows. */
 #define FSDPC_PY_DEFINE_BOTH(name) FSDPC_PY_DEFINE_FUNCTION(name) FSDPC_PY_DEFINE_METHOD(name)
 #define FSDPC_PY_FUNCTIONS_ROW(name) FSDPC_PY_FUNCTION_ROW(name),
 #define FSDPC_PY_METHODS_ROW(name) FSDPC_PY_METHOD(Tensor, name, method_##name, FSDPC_PY_FAST),
@@ -155,10 +154,10 @@ int fsdpc_py_arg_number(const char *function, const char *name, PyObject *object
 /* Reads a Python or NumPy number; integers are exact. False: not a number. */
 bool fsdpc_py_number(PyObject *object, fsdpc_scalar *out);
 
-/* Reads a sequence of nonnegative numbers into an array that the caller must free; NULL with an
- * exception. */
+/* Reads a sequence of nonnegative numbers into an array that the caller must free; returns NULL
+ * with an exception on failure. */
 size_t *fsdpc_py_sizes(const char *what, PyObject *sequence, size_t *n_out);
-/* Converts the extents to sizes and returns their number; -1 with an exception if one is
+/* Converts the extents to sizes and returns their number, or -1 with an exception if one is
  * negative. */
 int fsdpc_py_shape(const char *function, const fsdpc_py_extents *extents, size_t *out);
 /* Converts a sequence of tensors to a list or tuple and returns a new reference. A single tensor is

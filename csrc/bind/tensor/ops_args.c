@@ -326,8 +326,8 @@ static int find(const fsdpc_py_signature *s, int from, int to, PyObject *keyword
     return from;
 }
 
-/* Adds keyword arguments to `out`, where those from `begin` to `taken` were passed by position;
- * omitted ones stay NULL. */
+/* Adds keyword arguments to `out`, whose entries from `begin` to `taken` were passed by position;
+ * entries for omitted arguments stay NULL. */
 static int add_keywords(const fsdpc_py_signature *s, int begin, int taken, PyObject *keywords,
                         PyObject *const *values, PyObject **out)
 {

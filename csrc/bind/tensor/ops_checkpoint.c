@@ -33,7 +33,7 @@ static void checkpoint_release(void *arg)
 
 /* ---- arguments ---- */
 
-/* Creates a leaf over the same memory, stored in `leaves`. */
+/* Creates a leaf over the same memory and stores it in `leaves`. */
 static PyObject *leaf_of(checkpoint *c, PyObject *object, fsdpc_tensor **leaves, int *n_io)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, object), *leaf;
@@ -76,7 +76,7 @@ static int tensor_arguments(const checkpoint *c, fsdpc_tensor **out)
 
 /* ---- results ---- */
 
-/* Returns item i of fn's result, which is a tuple or one value. */
+/* Returns item i of fn's result, which is a tuple or a single value. */
 static PyObject *result_item(PyObject *result, Py_ssize_t i)
 {
     return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, i) : result;

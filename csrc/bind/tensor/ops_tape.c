@@ -1,7 +1,7 @@
-/* Python's access to the tape: enabling recording, boundaries and custom backwards.
+/* Python's access to the tape: recording modes, boundaries and custom backwards.
  *
- * Functions that backward calls run without the GIL and take it themselves. An exception raised by
- * a Python function stays set in its thread and passes through C as FSDPC_ERR_CALLBACK.
+ * Functions that backward calls start without the GIL and acquire it themselves. An exception
+ * raised by a Python function stays set in its thread and passes through C as FSDPC_ERR_CALLBACK.
  */
 #include "bind/tensor/ops.h"
 
@@ -103,7 +103,7 @@ FSDPC_PY_FUNCTION_OP(boundary)
 
 /* ---- several roots ---- */
 
-/* Reads the tensors of a sequence as borrowed references (NULL for None); *fast_out keeps them
+/* Collects the tensors of a sequence as borrowed references (NULL for None); *fast_out keeps them
  * alive. */
 static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_out)
 {

@@ -1,6 +1,6 @@
 /* The main stream and other libraries' streams; see csrc/device/device.h.
  *
- * The CPU has no such streams: adopting does nothing there, and the handle is 0.
+ * The CPU has no such streams: adopting one does nothing, and the handle is 0.
  */
 #include "bind/state.h"
 

@@ -4,7 +4,8 @@
 
 #include "bind/state.h"
 
-/* Creates an object of the type or a subclass; takes over the reference to `t`, even on failure. */
+/* Creates an object of the type or a subclass; takes ownership of the reference to `t`, even on
+ * failure. */
 PyObject *fsdpc_py_tensor_make(PyTypeObject *type, fsdpc_py_state *state, fsdpc_tensor *t);
 void fsdpc_py_tensor_dealloc(PyObject *object);
 
@@ -26,14 +27,14 @@ static inline fsdpc_py_tensor *fsdpc_py_self(PyObject *object)
     return (fsdpc_py_tensor *)object;
 }
 
-/* Python callables as hooks: the garbage collector visits them through the tensor that holds
- * them. */
+/* Gradient hooks that are Python callables: the garbage collector visits them through the tensor
+ * that holds them. */
 int fsdpc_py_hooks_traverse(const fsdpc_tensor *t, visitproc visit, void *arg);
 void fsdpc_py_hooks_clear(fsdpc_tensor *t);
 
-/* NumPy through Python calls and the buffer protocol, without NumPy's headers. */
+/* Access to NumPy through Python calls and the buffer protocol, without NumPy's headers. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
-/* Returns a tensor with the same values in a dtype that NumPy has: the tensor itself, or a
+/* Returns a tensor with the same values in a dtype that NumPy supports: the tensor itself, or a
  * converted copy if it is bfloat16. */
 PyObject *fsdpc_py_tensor_plain(PyObject *self);
 /* Returns whether the object is a NumPy array or array-like; if not, an exception may be set, but
@@ -46,7 +47,7 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
 
 /* ---- in place: bind/tensor/write.c ---- */
 
-/* Returns -1 with an exception if this tensor must not be written in place now. */
+/* Returns -1 with an exception if this tensor must not be modified in place now. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
 /* x[box] = value, broadcast and converted, and recorded if gradients flow; 0, or -1 with an
  * exception that begins with `what`. `operand`: the operand that the value was computed from, or
@@ -59,9 +60,9 @@ PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result);
 /* Releases the objects that this one was made from, if nothing else refers to them. */
 void fsdpc_py_tensor_drop_unseen(fsdpc_py_tensor *self);
 void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out);
-/* Switches the object to another tensor, whose reference it takes over. */
+/* Switches the object to another tensor and takes ownership of that tensor's reference. */
 void fsdpc_py_tensor_replace(fsdpc_py_tensor *self, fsdpc_tensor *t);
-/* Slots of `+=` and so on: bind/tensor/operator.c. */
+/* Slots for `+=` and similar operators, defined in bind/tensor/operator.c. */
 #define FSDPC_PY_INPLACE(X)                                                                        \
     X(add, PyNumber_Add, "+")                                                                      \
     X(subtract, PyNumber_Subtract, "-")                                                            \

@@ -1,4 +1,5 @@
-/* Tensor: conversion to Python values, copies in other dtypes, and its place on the tape. */
+/* Tensor: conversion to Python values, copies in other dtypes, and the tensor's position on the
+ * tape. */
 #include "bind/tensor/ops.h"
 
 #include "bind/stub_args.h"

@@ -5,10 +5,10 @@
  * broadcast and cast as needed.
  *
  * If gradients flow into or through a write, the write is recorded (nn/op_write.c), and the Python
- * object switches to the tensor with the new node. Other tensors over the memory would keep their
- * old history. Rows and reshaped tensors refer to the object that they were made from. A write
- * therefore updates the object, the value, the other operand of `x[0] += y`, and every object of
- * which these are rows. If further tensors share the memory, the write is refused.
+ * object switches to the tensor with the new node. Other tensors over the same memory would keep
+ * their old history. Rows and reshaped tensors refer to the object that they were made from. A
+ * write therefore updates the object, the value, the other operand of `x[0] += y`, and every object
+ * that these were made from. If any other tensor shares the memory, the write is rejected.
  */
 #include "bind/tensor/ops.h"
 
@@ -48,8 +48,8 @@ void fsdpc_py_tensor_whole(const fsdpc_tensor *t, fsdpc_box *out)
     fsdpc_op_strides(t->ndim, t->shape, out->strides);
 }
 
-/* Returns the value as a tensor, new reference. A number is converted to self's dtype, which must
- * be able to represent it. */
+/* Returns the value as a tensor (a new reference). A number is converted to self's dtype, which
+ * must be able to represent it. */
 static fsdpc_tensor *value_tensor(fsdpc_py_tensor *self, PyObject *value)
 {
     fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, value);
@@ -89,8 +89,8 @@ static bool is_place(const fsdpc_tensor *t, const fsdpc_box *box, const fsdpc_te
            (char *)value->data == (char *)t->data + box->offset * fsdpc_dtype_bytes(t->dtype);
 }
 
-/* Returns the object from which `self` was made as rows or as a reshaped view. Returns NULL if
- * `self` has its own memory or is a leaf that requires grad, which has its own gradient. */
+/* Returns the object from which `self` was made by taking rows or reshaping. Returns NULL if `self`
+ * has its own memory or is a leaf that requires grad, which has its own gradient. */
 static fsdpc_py_tensor *above(fsdpc_py_tensor *self)
 {
     const fsdpc_tensor *t = self->tensor;
@@ -121,7 +121,7 @@ PyObject *fsdpc_py_tensor_over(PyObject *object, PyObject *result)
     return result;
 }
 
-/* Returns the number of elements that precede t in `root`, of which t is rows. */
+/* Returns the number of elements of `root` that precede t, which consists of rows of `root`. */
 static size_t rows_before(const fsdpc_tensor *root, const fsdpc_tensor *t)
 {
     return (size_t)((char *)t->data - (char *)root->data) / fsdpc_dtype_bytes(t->dtype);
@@ -145,7 +145,7 @@ static fsdpc_status rows_again(fsdpc_tape *tape, fsdpc_tensor *root, const fsdpc
     return st;
 }
 
-/* The objects over the written memory whose history a write updates. */
+/* The objects that use the written memory and whose history the write updates. */
 enum { MOST_KNOWN = 16 };
 typedef struct known {
     fsdpc_py_tensor *root;
@@ -153,7 +153,7 @@ typedef struct known {
     fsdpc_py_tensor *objects[MOST_KNOWN]; /* without the root */
 } known;
 
-/* Adds the objects that the write reads or changes, and all objects of which they are rows. */
+/* Adds an object that the write reads or changes, and every object from which it was made. */
 static void know(known *k, const fsdpc_tensor *t, const fsdpc_box *box, PyObject *object)
 {
     fsdpc_tensor *of = object ? fsdpc_py_tensor_peek(NULL, object) : NULL;

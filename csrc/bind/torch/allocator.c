@@ -3,7 +3,8 @@
  * Gradient shards use the memory of foreign tensors, whose rows are the pieces' gradients. As in
  * the foreign library, a gradient that the user keeps after zero_grad therefore retains its values:
  * the next backward uses other memory. A gradient counts as kept if its tensor has more references
- * than at creation, or if more tensors use its memory, which the frontend counts.
+ * than at creation, or if the user has created other tensors over its memory, which the frontend
+ * reports.
  *
  * If the foreign library has its own allocator on the device, memory that the user does not keep is
  * returned to it when a forward begins. The unit takes memory again when its first gradient
@@ -17,7 +18,7 @@
  * On such a device, a single rank also takes memory for unsharded parameters from that allocator
  * while their unit is in use (engine/unsharded_frontend.c).
  *
- * The frontend has an object for each piece of memory. take() returns its address, give() releases
+ * The frontend has an object for each block of memory. take() returns its address, give() releases
  * it, and `is_kept` tells whether the user has created other tensors over it.
  */
 #include "bind/torch/unit.h"
@@ -52,8 +53,8 @@ static int give(const fsdpc_py_torch_unit *self, PyObject *foreign)
 
 /* ---- gradients ---- */
 
-/* Returns false while a half-filled buffer waits to be reduced, which may be before the unit's
- * backward. */
+/* Returns false while a partly filled buffer is waiting to be reduced, which can happen before the
+ * unit's backward. */
 static bool can_give(const fsdpc_py_torch_unit *self)
 {
     return self->gives_back && !fsdpc_grad_is_open(fsdpc_torch_unit(self));
@@ -123,7 +124,7 @@ int fsdpc_torch_provide_grads(fsdpc_py_torch_unit *self)
 }
 
 /* Waiting gradients may use at most a third of the shard's size. In half precision, the gradient of
- * a model's head waits for that of its embedding, but not if it is as wide as the shard. */
+ * a model's head therefore waits for the embedding's, unless it is as wide as the shard. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
 {
     const fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -137,8 +138,8 @@ bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes)
     return self->early_bytes + bytes <= room / 3;
 }
 
-/* Returns whether the user holds references to a gradient or tensors over its memory; -1 with an
- * exception. */
+/* Returns whether the user holds references to a gradient, or has tensors over its memory; -1 with
+ * an exception on failure. */
 static int are_kept(fsdpc_py_torch_unit *self, PyObject *foreign)
 {
     int kept = 0;

@@ -4,8 +4,8 @@
  * begin a unit's backward, and end_backward ends it. bind/torch/show.c determines what modules see
  * meanwhile.
  *
- * A forward inside backward is a recomputation: unsharded parameters stay shown until the unit's
- * backward ends.
+ * A forward inside backward is a recomputation: the modules keep their unsharded parameters until
+ * the unit's backward ends.
  */
 #include "bind/torch/unit.h"
 

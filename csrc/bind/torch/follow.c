@@ -1,10 +1,10 @@
-/* TorchUnit: follows the user's changes between steps.
+/* TorchUnit: tracks changes that the user makes between steps.
  *
- * An epoch copies in the masters of all its root's units, whichever unit begins it. Before an
- * epoch, changes to all units are therefore followed, not only to the one that is called. If the
- * user replaced a piece's `.data`, the contents of the new memory are copied into the master
- * (`adopt`). All other operations that read or write masters (gathering unsharded values, loading,
- * an optimizer's step) follow changes to their own unit only.
+ * An epoch copies in the masters of all its root's units, whichever unit begins it. Changes to all
+ * units, not only to the one that is called, are therefore tracked before an epoch. If the user
+ * replaced a piece's `.data`, the contents of the new memory are copied into the master (`adopt`).
+ * All other operations that read or write masters (gathering unsharded values, loading, an
+ * optimizer's step) track changes to their own unit only.
  */
 #include "bind/torch/unit.h"
 

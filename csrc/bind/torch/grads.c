@@ -9,8 +9,8 @@
  * gradient shard itself, so in-place scaling takes effect in the engine directly. The engine does
  * not see that a gradient was dropped or assigned, so this file detects it by comparing identities.
  * If no piece has a gradient, the unit's shard is dropped without writing to memory. If only some
- * pieces have none, the rows of those pieces are set to zero. A `.grad` tensor that is not ours is
- * copied into the shard.
+ * pieces have no gradient, their rows are set to zero. A `.grad` tensor that is not ours is copied
+ * into the shard.
  *
  * A piece may itself be part of the graph, for example for a parameter penalty; the foreign
  * autograd then stores a gradient in the piece's `.grad`. Before the unit's backward, that gradient
@@ -159,8 +159,8 @@ static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyO
     return done ? 0 : -1;
 }
 
-/* Copies a piece's `.grad` into the shard if it is not the shard itself. For a narrow piece, both
- * its `.grad` and the shard are kept. */
+/* Copies a piece's `.grad` into the shard if it is not the shard itself. If the piece's dtype
+ * differs from the shard's, both its `.grad` and the shard are kept. */
 static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
 {
     PyObject *given = p->narrow ? grad : p->grad;
@@ -241,8 +241,8 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
     return 0;
 }
 
-/* Takes only one parameter's gradient if the unit already has gradients, so a loop over parameters
- * stays linear. */
+/* Takes only one parameter's gradient if the unit already has gradients, so a loop over the
+ * parameters takes linear time. */
 static int take_grad(fsdpc_py_torch_unit *self, int i)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -343,8 +343,8 @@ static int give_found(fsdpc_py_torch_unit *self, bool *left_out)
     return waiting;
 }
 
-/* Hands out the reduced gradients; `left_out`: pieces also have gradients of their own. `ended`: a
- * backward has ended. */
+/* Hands out the reduced gradients; *left_out reports whether pieces also have gradients of their
+ * own. `ended`: a backward has ended. */
 static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
 {
     int own = find_own(self), waiting = -1;
@@ -357,7 +357,7 @@ static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
 int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self)
 {
     bool left;
-    /* A reduction that an earlier backward did not wait for may have completed. */
+    /* A reduction that an earlier backward did not wait for may have completed by now. */
     if (give_grads(self, false, &left) < 0 || fsdpc_torch_take_grads(self) < 0)
         return -1;
     if (!fsdpc_unit_has_grads(fsdpc_torch_unit(self)))

@@ -1,5 +1,5 @@
-/* Helpers that all files in this folder use: the foreign library's streams, plain reads, and
- * gradients. */
+/* Helpers shared by all files in this folder: the foreign library's streams, plain attribute reads,
+ * and gradients. */
 #include "bind/torch/unit.h"
 
 #include <stddef.h>

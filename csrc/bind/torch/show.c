@@ -5,10 +5,10 @@
  * replaced.
  *
  * Stale reads. All unsharded parameters of a flat group are views of one base tensor and share its
- * version counter. Showing unsharded parameters sets it to the weights' generation, and resharding
- * to an unreachable value, so the foreign autograd refuses a saved unsharded parameter that has
- * changed since forward. Any other version change means that the user wrote to an unsharded
- * parameter, a write that no master receives.
+ * version counter. Showing unsharded parameters sets the counter to the weights' generation, and
+ * resharding sets it to an unreachable value. The foreign autograd therefore rejects a saved
+ * unsharded parameter that has changed since forward. Any other version change means that the user
+ * wrote to an unsharded parameter, and no master receives that write.
  *
  * Trainable or not. Users set requires_grad on pieces, and unsharded parameters copy it whenever
  * they are shown. Each forward therefore records which parameters are trainable; as in the foreign
@@ -101,7 +101,7 @@ static int listen(const fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
     return handle ? 0 : -1;
 }
 
-/* Returns a flag of a foreign tensor: 1 or 0, or -1 on error. */
+/* Returns a foreign tensor's flag as 1 or 0, or -1 on error. */
 static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
 {
     PyObject *flag = PyObject_GetAttr(tensor, self->names.requires_grad);
@@ -109,8 +109,9 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
     return flag ? flag == Py_True : -1;
 }
 
-/* A forward without gradients freezes nothing: ranks may evaluate differently. A backward that
- * bypasses the unit's outputs shows no unsharded parameters before it needs the flags. */
+/* A forward without gradients freezes no parameters, because ranks may evaluate differently. If a
+ * backward bypasses the unit's outputs, no unsharded parameters are shown before it needs the
+ * flags. */
 static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
 {
     PyObject *plain = fsdpc_torch_plain_begin(self);

@@ -3,10 +3,10 @@
  * Once per unit, the frontend creates a foreign tensor for every piece and unsharded parameter,
  * over the unit's own memory (unit_memory, unit_places). It also creates a tensor for every piece
  * of the gradient shard, over the foreign library's memory (bind/torch/allocator.c). A TorchUnit
- * keeps these and performs the operations that must be cheap. It drives the schedule, swaps pieces
- * and unsharded parameters in the modules' dictionaries, and reads gradients through their
- * pointers. It keeps the pieces' `.grad` consistent with the engine's gradient shard. It uses only
- * a few names of torch's attributes and methods.
+ * keeps these tensors and performs the operations that must be cheap. It drives the schedule, swaps
+ * pieces and unsharded parameters in the modules' dictionaries, and reads gradients through their
+ * pointers. It keeps the pieces' `.grad` consistent with the engine's gradient shard. It relies on
+ * only a few of torch's attribute and method names.
  *
  * Gradients. The `.grad` of a piece belongs to the user. It is None after zero_grad, TorchUnit's
  * own tensor over the shard after a backward, or a tensor that the user assigned. take_grads
@@ -40,7 +40,8 @@ typedef struct fsdpc_torch_param {
     bool listening;    /* the hook is registered */
 } fsdpc_torch_param;
 
-/* The place of a parameter in a module: dict[name] is the piece or the unsharded parameter. */
+/* The place where a module stores a parameter: dict[name] is the piece or the unsharded
+ * parameter. */
 typedef struct fsdpc_torch_slot {
     PyObject *dict, *name;
     int param;
@@ -125,13 +126,13 @@ static inline const fsdpc_place *fsdpc_torch_place(const fsdpc_py_torch_unit *se
 /* Orders the engine's next work after the foreign library's current stream, and lets this thread
  * use the device. Every method that uses the schedule calls this first. */
 int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
-/* Returns the parameter index passed to a method; -1 if none was passed (meaning all), or with an
- * exception.
+/* Returns the parameter index passed to a method. Returns -1 if none was passed (meaning all), or
+ * with an exception set on failure.
  */
 int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
-/* Before an epoch copies in masters, follows the user's changes between steps to the memory and
- * gradients of the pieces, for all units of the root. Does nothing inside an epoch. */
+/* Before an epoch copies in masters, tracks the user's changes since the last step to the memory
+ * and gradients of the pieces of every unit of the root. Does nothing inside an epoch. */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
 /* If nothing is copied in, values cannot be compared, so writes are detected by the pieces' version
  * counters. */
@@ -139,7 +140,7 @@ int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 
 /* Pieces intercept attribute reads, which is slow. Between begin and end, this thread reads pieces
  * as cheaply as plain tensors; end preserves a pending exception. begin returns NULL with an
- * exception. During that time gradients do not intercept reads either, so they must not be used in
+ * exception. During that time gradients do not intercept reads either and must not be used in
  * computations. */
 PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self);
 void fsdpc_torch_plain_end(PyObject *context);
@@ -155,22 +156,23 @@ int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self);
 /* After an abandoned backward, restores the gradients that pieces had when it began. */
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 
-/* Does the same as in engine/unit.h, and creates tensors for the gradients of formerly frozen
- * parameters. */
+/* Does the same as fsdpc_unit_set_trainable, and creates tensors for the gradients of formerly
+ * frozen parameters. */
 int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable);
 /* Provides memory for the gradient shards. */
 int fsdpc_torch_provide_grads(fsdpc_py_torch_unit *self);
-/* Returns whether a gradient of this size should wait until that memory is available. */
+/* Returns whether a gradient of this size should wait until the shards have memory. */
 bool fsdpc_torch_can_wait(const fsdpc_py_torch_unit *self, size_t bytes);
 /* Writes the waiting gradients; called before any other gradient is written and when the unit's
  * backward ends. */
 int fsdpc_torch_add_early(fsdpc_py_torch_unit *self);
 /* Drops the waiting gradients. */
 void fsdpc_torch_drop_early(fsdpc_py_torch_unit *self);
-/* Drops gradients. Gradients that the user keeps are clipped and from then on belong only to the
- * user. `idle`: a forward begins. */
+/* Drops gradients. Kept gradients receive any pending clip factor and from then on belong only to
+ * the user. `idle`: a forward begins. */
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
-/* Does the same if gradients may no longer exist; does nothing if they do. */
+/* If the gradient shards are empty and unused, replaces memory that the user keeps or, if `idle`,
+ * returns memory. */
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
 /* Called when a forward begins: drops gradients that no piece holds any longer. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
@@ -184,7 +186,7 @@ void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
 /* Puts unsharded parameters (with the pieces' current requires_grad) or pieces into the modules'
  * dictionaries. `grad`: gradients are recorded. */
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad);
-/* Called when the schedule may have resharded. */
+/* Called when the schedule may have resharded the unit. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 
 /* Begins the unit's backward, for the weights of `generation`. */
@@ -194,8 +196,8 @@ int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
  * did so because the backward bypassed the unit's outputs. */
 int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
 
-/* Writes a gradient of the running backward into the reduce buffer, or keeps it until there is
- * memory. */
+/* Writes a gradient of the running backward into the reduce buffer, or keeps it until the shards
+ * have memory. */
 int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad);
 /* Creates a callable that takes one unsharded parameter's `.grad` and drops it. */
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);

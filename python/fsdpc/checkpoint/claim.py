@@ -1,9 +1,9 @@
-"""The lock with which a run claims a folder, and the cleanup next to a checkpoint.
+"""The lock with which a run claims a folder, and the removal of leftover files.
 
-The lock is a POSIX file lock. The system releases it whenever its process ends. Forked children do
-not inherit it, and it works across hosts if the file system supports that (NFS with locks). It
-belongs to the process, and any ``close`` of the file releases it. A process therefore never reopens
-a claimed file; all its claims on a file share one object.
+The lock is a POSIX file lock. The operating system releases it when the process ends. Forked
+children do not inherit it, and it works across hosts if the file system supports that (NFS with
+locks). The lock belongs to the process, which releases it by closing any descriptor of the file. A
+process therefore never reopens a claimed file; all its claims on a file share one object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Claim:
         )
 
     def is_held(self) -> bool:
-        """Whether this process holds the lock and its file still exists."""
+        """Whether this process still holds the lock and its file still exists."""
         return self.release.alive and self.pid == os.getpid() and _is_at(self.fd, self.path)
 
 
@@ -87,7 +87,7 @@ def claim(path: Path, folder: Path) -> Claim:
 
 
 def _program() -> str:
-    """Return the running program's name, as a user would call it."""
+    """Return the running program's name, as a user would type it."""
     return os.path.basename(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)
 
 
@@ -115,7 +115,7 @@ def claim_name(path: Path) -> Claim:
 
 
 def remove_remains(parent: Path) -> None:
-    """Remove the leftovers of killed saves from a folder."""
+    """Remove files left behind by killed saves from a folder."""
     for file in list(parent.glob(".?*.lock")):
         if not _is_left_behind(file):
             continue
@@ -128,7 +128,7 @@ def remove_remains(parent: Path) -> None:
 
 
 def _is_left_behind(file: Path) -> bool:
-    """Return whether a claim whose process has ended wrote this file; keeps our own locks."""
+    """Return whether a dead process left this claim file behind; our own locks are kept."""
     mine = _claims.get(file.parent.resolve() / file.name)
     if mine is not None and mine.is_held():
         return False
@@ -148,9 +148,9 @@ def _is_left_behind(file: Path) -> bool:
 
 
 def check_shared(path: Path, claim: Claim | None) -> None:
-    """Raise if a folder is not shared by all hosts; collective, before anything is saved.
+    """Raise if the hosts do not share a folder; collective, before anything is saved.
 
-    Rank 0 has claimed the checkpoint's name with a file that all hosts must see.
+    Rank 0 has claimed the checkpoint's name by creating a file that all hosts must see.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def _find(file: Path, text: bytes) -> None:
 
 
 def claim_folder(folder: Path) -> Claim:
-    """Create and claim a checkpoint folder; remove the leftovers of killed saves."""
+    """Create and claim a checkpoint folder; remove files left behind by killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     own = claim(folder / ".lock", folder)
     for entry in list(folder.glob(".step-*")):

@@ -16,9 +16,9 @@ writers: list[Callable[[Any], dict[str, Any] | None]] = []
 
 
 def of_model(model: Any) -> str | None:
-    """Return the file's content for a transformers model, or for a model known to a writer.
+    """Return the content of ``config.json`` for a model that transformers or a writer knows.
 
-    The model may be sharded. Returns None for models that transformers does not know.
+    The model may be sharded. Returns None for all other models.
     """
     content: dict[str, Any] | None = None
     known = [(c.__module__, c.__name__) for c in type(model).__mro__]

@@ -50,7 +50,7 @@ class TensorInfo:
     crc32c: int | None
 
     def cells(self) -> tuple[str, ...]:
-        """Return the tensor's row in a table with the headings `TITLES`."""
+        """Return the tensor's row in a table whose headings are `TITLES`."""
         return (
             self.name if self.kind == "model" else f"[optimizer] {self.name}",
             self.dtype,
@@ -125,7 +125,7 @@ class CheckpointInfo:
         return damaged(self._source)
 
     def facts(self) -> dict[str, str]:
-        """Return all facts about the checkpoint except its tensors, as text."""
+        """Describe the checkpoint, except for its tensors, as text."""
         found = {"tensors": f"{len(self.tensors)}, {size(self.nbytes)}"}
         if self.step is not None:
             found["step"] = str(self.step)

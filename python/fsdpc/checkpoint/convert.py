@@ -1,8 +1,8 @@
 """Convert checkpoints between formats, in one process, without loading them into memory.
 
 Files are mapped, not read: tensors are byte ranges that are copied from the page cache to their
-destination. PyTorch's formats do not always allow mapping; data that cannot be mapped go through a
-scratch folder next to the target, on the same disk.
+destination. PyTorch's formats do not always allow mapping; data that cannot be mapped are written
+to a scratch folder next to the target, on the same disk.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _shards(tensors: _Tensors) -> list[Shard]:
 def _read(
     path: Path, to: Path, stack: contextlib.ExitStack
 ) -> tuple[_Tensors, _Tensors, dict[str, Any], list[str]]:
-    """Return model and optimizer tensors, the manifest's other contents, and omitted entries."""
+    """Return the model and optimizer tensors, other manifest contents, and omitted entries."""
     if path.is_dir() and (path / ".metadata").exists():
         tensors, left_out = _read_dcp(path, stack.enter_context(_scratch(to)))
         return (*_split(tensors), {}, left_out)

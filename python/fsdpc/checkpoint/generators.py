@@ -24,7 +24,7 @@ _kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
 
 def register(kind: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-    """Add a generator to checkpoints, under this name in the manifest.
+    """Store a generator's state in checkpoints, under this name in the manifest.
 
     ``get`` returns its state as JSON, or None if it is unused; ``put`` restores that state.
     """
@@ -37,7 +37,7 @@ def words(array: Any) -> str:
 
 
 def from_words(text: str, dtype: Any) -> Any:
-    """Return the array that :func:`words` encoded."""
+    """Return the array from which :func:`words` made this text."""
     return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 

@@ -135,7 +135,7 @@ def load(
 
 
 class _Load:
-    """One load on this rank: what to read, from where, and into which memory."""
+    """A load on this rank: which bytes to read, from which files, and into which memory."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class _Load:
         )
 
     def verify(self, crcs: list[int]) -> None:
-        """Compare the whole tensors' checksums with the manifest's; collective."""
+        """Compare the checksums of whole tensors with those in the manifest; collective."""
         replicas = [shard.replica for shard, _ in self.reads]
         mine = np.array([crcs, replicas], np.int64).reshape(2, -1)
         every = distributed.world().all_gather(_core.tensor(mine)).numpy()

@@ -47,7 +47,7 @@ class Found:
 
     @property
     def renamed(self) -> bool:
-        """Whether the folder's name does not match its step."""
+        """Whether the folder's name and its step differ."""
         return self.path.name != _name_of(self.step)
 
 
@@ -135,7 +135,7 @@ class CheckpointManager:
     def claim(self) -> None:
         """Claim the folder for this run until the manager or the process ends.
 
-        Removes the leftovers of killed saves. Raises early if the folder is not writable.
+        Removes files left behind by killed saves. Raises early if the folder is not writable.
 
         Raises
         ------
@@ -160,7 +160,7 @@ class CheckpointManager:
         return agreed(work if distributed.rank() == 0 else lambda: None)
 
     def path(self, step: int) -> Path:
-        """Return a step's checkpoint path, whether or not it exists."""
+        """Return the path of a step's checkpoint, whether or not it exists."""
         return self.folder / _name_of(step)
 
     # ---- saving ----
@@ -240,7 +240,7 @@ class CheckpointManager:
             self._on_rank_0(self._delete_old)
 
     def _make_room(self, step: int) -> None:
-        """Claim the folder; free this step's name from a damaged or misnamed checkpoint."""
+        """Claim the folder; remove or rename a checkpoint that wrongly uses this step's name."""
         self._claim_here()
         found = _look_at(self.path(step))
         if found is not None and (found.problem is not None or found.path in self._damaged):
@@ -274,15 +274,15 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """Return the newest checkpoint with a valid manifest, sizes and headers, or None.
 
-        Rank 0 reports newer broken checkpoints on stderr. Only the newest folders' manifests are
-        read, so older checkpoints cost no time. A folder that was renamed to an earlier step may
-        therefore be missed; :meth:`list` reads all manifests.
+        Rank 0 reports newer broken checkpoints on stderr. Only the manifests of the newest folders
+        are read, so older checkpoints cost no time. A folder that was renamed to an earlier step
+        may therefore be missed; :meth:`list` reads all manifests.
         """
         found = self._newest(0)
         return None if found is None else found.path
 
     def _newest(self, skip: int) -> Found | None:
-        """Return the newest usable checkpoint after skipping some; all ranks use rank 0's
+        """Return the newest usable checkpoint after skipping `skip` of them; all ranks use rank 0's
         result."""
 
         def newest() -> tuple[int, int]:
@@ -357,8 +357,8 @@ def checkpoints_in(folder: Path) -> list[Found]:
 def newest_first(folder: Path) -> Iterator[Found]:
     """Yield a folder's checkpoints, newest first, reading a manifest only if it may be next.
 
-    A folder whose step is earlier than the one in its name is deferred; one whose step is later is
-    placed by its name.
+    A folder whose step is earlier than its name says is deferred; one whose step is later is
+    ordered by its name.
     """
     waiting: list[Found] = []
     for named, path in reversed(_folders_in(folder)):

@@ -1,7 +1,7 @@
 """``manifest.json``, which describes a checkpoint's contents and marks it complete.
 
 Python encodes most members; ``csrc/ckpt/layout.c`` adds files and tensors with their checksums, and
-writes the text. The last key is a checksum of all the text that precedes its digits.
+writes the text. The last key is a checksum of all text that precedes its digits.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 FAMILIES = ("llama", "gpt2")
 
-# Buffers in old checkpoints that are now computed instead of stored.
+# Buffers that old checkpoints contain, but that are now computed.
 _GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
@@ -46,7 +46,7 @@ def file_names(
 
 
 def _with_or_without(prefix: str, name: str, given: Mapping[str, Any]) -> str:
-    """Handle base models, which are stored without the prefix that models with a head use."""
+    """Handle base models, whose tensor names lack the prefix that models with a head use."""
     short = name.removeprefix(prefix)
     return short if name not in given and short in given else name
 

@@ -1,4 +1,4 @@
-"""Saving: what goes into a checkpoint, and this rank's shards of it.
+"""Saving: the contents of a checkpoint, and this rank's shards of it.
 
 The C engine computes the same file layout on all ranks, and each rank writes its own byte ranges.
 """
@@ -24,12 +24,12 @@ from fsdpc.distributed.agree import agree
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
 
-# A hook for tests: called at every file system call, it may raise or end the process.
+# A test hook that is called at every file system call; it may raise or end the process.
 _hook: Callable[[str, str], Any] | None = None
 
 
 class SaveHandle:
-    """A save in progress on a thread; see ``async_`` of :func:`save`.
+    """A save in progress on a background thread; see ``async_`` of :func:`save`.
 
     Examples
     --------
@@ -160,7 +160,7 @@ def save(
 def save_step(
     path: Path, state: Mapping[str, Any], step: int, *, async_: bool
 ) -> SaveHandle | None:
-    """Save as :func:`save` does, and record the step in the manifest."""
+    """Save like :func:`save`, and record the step in the manifest."""
     return _save(path, state, None, 5e9, async_, False, step)
 
 
@@ -231,7 +231,7 @@ def save_pieces(
     content: Mapping[str, Any],
     config: str | None = None,
 ) -> None:
-    """Write tensors that belong to no module or optimizer, along with other manifest contents.
+    """Write tensors that do not belong to a module or optimizer, and other manifest contents.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ def save_pieces(
 
 
 def _apart() -> _core.Comm:
-    """Return a communicator for the threads that write on all ranks."""
+    """Return the communicator for the background threads that write on each rank."""
     world = distributed.world()
     if _flight.world is not world or _flight.apart is None:
         _flight.world, _flight.apart = world, world.split(0, world.rank)
@@ -279,7 +279,7 @@ class _Plan:
             raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
         self.folder, self.max_shard_bytes = folder, max_shard_bytes
         self.overwrite = False
-        # Name, dtype and shape of the tensors in the files; the same on all ranks.
+        # Names, dtypes and shapes of the tensors in the files; the same on all ranks.
         self.tensors: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
             "model": [],
             "optimizer": [],
@@ -352,7 +352,7 @@ class _Plan:
         return _core.crc32c(0, repr(equal).encode("utf-8", "surrogatepass"))
 
     def compare_replicas(self) -> None:
-        """Raise if replicas of a unit have diverged; collective."""
+        """Raise if the replicas of a unit have diverged; collective."""
         if all(mesh["replicate"] == 1 for mesh in self.meshes):
             return
         own = [shard for _, shard in self.shards if shard.unit]

@@ -1,7 +1,7 @@
-"""The manifest schema, regardless of which program wrote the manifest.
+"""The manifest schema, which applies to manifests written by any program.
 
 The manifest's checksum proves that it is unchanged, not that fsdpc wrote it. This module checks,
-once, everything that loading relies on. Users' objects check their own state dicts.
+once, everything that loading relies on. User objects check their own state dicts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank's part of a model and an optimizer, as shards of named tensors.
 
-Saving and loading know frontends only through this module; another frontend registers its functions
-with ``shards_of.register`` and ``access_of.register``.
+Saving and loading access frontends only through this module; other frontends register their
+functions with ``shards_of.register`` and ``access_of.register``.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Shard:
 
 
 def _nothing(names: Collection[str]) -> None:
-    """The default callback, called after a model's shards have been read."""
+    """Do nothing; the default for the callback that runs after a model's shards are read."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A model's shards, and additional names of its tied parameters.
+    """A model's shards, and the additional names of its tied parameters.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ class StateAccess:
         return self.optimizer.step_count(p)
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, Tensor]:
-        """Return the memory of this rank's state rows, creating missing states.
+        """Return the memory of this rank's rows of the states, creating missing states.
 
         Parameters
         ----------
@@ -191,7 +191,7 @@ class StateAccess:
         return self.optimizer.state_views(p, write=wanted is not None)
 
     def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
-        """Return a parameter's full shape, this rank's first element and the replica's index."""
+        """Return a parameter's full shape, and this rank's first element and replica index."""
         if p._unit is None:
             return tuple(p.shape), 0, distributed.rank()
         _, first, replica, _ = _core.master_shard(p._unit, p._index, False)
@@ -202,7 +202,7 @@ class StateAccess:
         return {key: value for key, value in group.items() if key != "params"}
 
     def apply(self, groups: list[dict[str, Any]], steps: Mapping[str, int]) -> None:
-        """Set options and step counts after the states have been read into memory.
+        """Set the options and step counts after the states have been read into memory.
 
         Parameters
         ----------
@@ -230,7 +230,7 @@ class StateAccess:
 
 @singledispatch
 def access_of(optimizer: Any, model: Any) -> StateAccess:
-    """Return the access object for an optimizer's states; the model names its parameters."""
+    """Return the access object for an optimizer's states; parameter names come from the model."""
     raise TypeError(
         "'optimizer' must be an optimizer whose states a checkpoint can hold, got "
         f"{type(optimizer).__name__}; torch's can be held once fsdpc.torch is imported"
@@ -242,7 +242,7 @@ access_of.register(Optimizer, StateAccess)
 
 @dataclass(frozen=True)
 class States:
-    """An optimizer's states for the parameters that have stepped, and its other data."""
+    """An optimizer's states for parameters that have been stepped, and its other data."""
 
     shards: list[Shard]  # named "<parameter>.<state>"
     steps: dict[str, int]

@@ -34,7 +34,7 @@ class SourceTensor:
 
 @dataclass
 class Source:
-    """An open checkpoint; its headers, but not its data, have been read and checked."""
+    """An open checkpoint, whose headers have been read and checked but whose data have not."""
 
     folder: Path
     content: dict[str, Any]
@@ -42,7 +42,7 @@ class Source:
     optimizer: dict[str, SourceTensor]
 
     def paths(self) -> list[str]:
-        """Return the names of files that contain tensors."""
+        """Return the names of the files that contain tensors."""
         return list(dict.fromkeys(t.file for _, _, t in self.tensors()))
 
     def tensors(self) -> list[tuple[str, str, SourceTensor]]:
@@ -85,7 +85,7 @@ def checksums(source: Source) -> dict[tuple[str, str], int]:
 
 
 def damaged(source: Source) -> list[str]:
-    """Read a whole checkpoint; return the tensors with wrong checksums, and their files."""
+    """Read a whole checkpoint; return the tensors whose checksums are wrong, and their files."""
     found = checksums(source)
     return [
         f"'{name}' in {t.file}"

@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Handlers that record signals and let the ranks agree on them.
+    """Signal handlers that record signals, so that the ranks can agree on them.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class StopSignals:
         self._asked = signum
 
     def agree(self) -> bool:
-        """Return whether any rank was asked to stop, the same on all ranks (collective)."""
+        """Return whether any rank was asked to stop; all ranks get the same result (collective)."""
         found = int(distributed.all_reduce(self._asked, "max"))
         self.name = signal.Signals(found).name if found else ""
         return bool(found)

@@ -1,7 +1,7 @@
 """Convert state dicts to JSON and back, without loss.
 
 Values that JSON cannot represent become a dict with a single key that begins with a dollar sign.
-These are tuples, non-finite numbers, counters, and dicts with non-text keys. (``MultiStepLR``
+Such values are tuples, non-finite numbers, counters, and dicts with non-text keys. (``MultiStepLR``
 counts milestones by number, and ``ReduceLROnPlateau`` starts at infinity.)
 """
 
@@ -15,7 +15,7 @@ _TUPLE, _FLOAT, _COUNTER, _ITEMS = "$tuple", "$float", "$counter", "$items"
 
 
 def encode(value: Any) -> Any:
-    """Convert numbers, text, None, and lists, tuples and dicts of these to JSON.
+    """Convert numbers, text, None, and lists, tuples and dicts of such values to JSON.
 
     Other values stay unchanged.
     """

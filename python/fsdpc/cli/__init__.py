@@ -1,1 +1,1 @@
-"""The commands, such as ``fsdpc train``, ``run`` and ``plan``."""
+"""The ``fsdpc`` commands, such as ``train``, ``run`` and ``plan``."""

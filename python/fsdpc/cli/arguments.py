@@ -1,4 +1,4 @@
-"""The argument parser for all ``fsdpc`` commands, with 80 columns and suggestions for typos."""
+"""The argument parser of all ``fsdpc`` commands: 80-column help and suggestions for typos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options shared by ``fsdpc estimate``, ``simulate`` and ``plan``: cluster, model, and header."""
+"""Options and output header that ``fsdpc estimate``, ``simulate`` and ``plan`` share."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cluster_parser(
 
 
 def add_step_options(p: argparse.ArgumentParser) -> None:
-    """Add the options for a step's computation, for commands that examine one configuration."""
+    """Add the options that describe a step, for commands that examine one configuration."""
     step = p.add_argument_group("step")
     add_number(step, "--accumulate", 1, "micro-steps in a step of the optimizer")
     step.add_argument(
@@ -112,7 +112,7 @@ def rates_of(o: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raise on numbers that are impossible for a cluster, quoting them as the user wrote them."""
+    """Raise ValueError for impossible cluster numbers, quoting each as the user wrote it."""
     for name in ("hosts", "ranks_per_host", "batch", "seq", "accumulate", "lora"):
         value = getattr(options, name, None)
         if value is not None and value < 1:
@@ -128,7 +128,7 @@ def check_numbers(options: argparse.Namespace) -> None:
 
 
 def model_of(o: argparse.Namespace) -> Any:
-    """Return the model that the options describe, without allocating its memory."""
+    """Return the model that the options describe, without allocating memory for it."""
     return make_model(o, models.preset(o.preset) if o.config is None else read_config(o.config))
 
 
@@ -157,7 +157,7 @@ def read_config(path: Path) -> ModelConfig:
 def header(
     o: argparse.Namespace, p: argparse.ArgumentParser, model: Any, argv: Sequence[str]
 ) -> str:
-    """Return a header that describes the model, batch, cluster, and assumed options.
+    """Return a header that describes the model, batch and cluster, and lists assumed options.
 
     Parameters
     ----------

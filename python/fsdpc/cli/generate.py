@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def find_model(folder: Path) -> Path:
-    """Return a model's folder: this one or, for a run, the newest checkpoint's.
+    """Return a model's folder: this one or, if it belongs to a run, its newest checkpoint's.
 
     Raises
     ------

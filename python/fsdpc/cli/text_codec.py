@@ -1,4 +1,4 @@
-"""Convert between text and ids: bytes, or tokens of the tokenizer.json in a model's folder."""
+"""Convert between text and ids, which are bytes or tokens of a model's ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ByteText:
         return list(text.encode())
 
     def begin(self, prompt: list[int]) -> None:
-        """Reset the decoder; the next ids follow the prompt's."""
+        """Reset the decoder; the ids that follow continue the prompt."""
         self._decoder.reset()
 
     def add(self, token: int) -> str:

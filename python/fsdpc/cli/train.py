@@ -53,7 +53,8 @@ from fsdpc.tensors.device import set_default_device
 from fsdpc.tensors.grad_mode import no_grad
 
 PLOT_S = 60.0  # between two drawings; all ranks wait for each
-# Control characters in samples are replaced: an undertrained model may print terminal escapes.
+# Control characters in samples are replaced, because an undertrained model may print terminal
+# escapes.
 _SHOWN = {**dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd"), ord("\r"): None}
 
 
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose_device(options: argparse.Namespace) -> None:
-    """Apply ``--device`` before the first tensor is created."""
+    """Apply ``--device``; must run before the first tensor is created."""
     try:
         set_default_device(options.device)
     except RuntimeError as error:
@@ -143,7 +144,7 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
 
 
 def check_unclaimed(options: argparse.Namespace) -> None:
-    """Raise if another run saves to the checkpoint folder; checked once, for all ranks."""
+    """Raise if another run has claimed the checkpoint folder; called once for all ranks."""
     if options.checkpoint is not None and options.checkpoint.is_dir():
         from fsdpc.checkpoint.claim import claim_folder
 
@@ -184,7 +185,7 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
 
 
 def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
-    """Return the mixed-precision policy with the compute and reduction dtypes."""
+    """Return the mixed-precision policy that specifies the compute and reduction dtypes."""
     return MixedPrecisionPolicy(
         param_dtype=None if options.dtype == "fp32" else DTYPES[options.dtype],
         reduce_dtype=DTYPES[options.reduce_dtype],
@@ -192,7 +193,7 @@ def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
 
 
 class Trainer:
-    """One training run on this rank, with the options from :func:`parse`."""
+    """A training run on this rank, with the options from :func:`parse`."""
 
     train_data: SequenceDataset
     val_data: SequenceDataset
@@ -386,7 +387,7 @@ class Trainer:
         seconds = time.perf_counter() - begin
         return {
             "skipped": skipped,
-            # Sum in global batch order, so that the result does not depend on ranks or micro-steps.
+            # Sum in global batch order, so that ranks and micro-steps do not affect the result.
             "loss": float(np.mean(distributed.all_gather(np.array(losses)).T.ravel())),
             "grad_norm": float(norm),
             "lr": lr,
@@ -423,7 +424,7 @@ class Trainer:
         return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])
 
     def _params_crc(self) -> int:
-        """Return the CRC-32C of all parameters as fp32, combined from the ranks' rows."""
+        """Return the CRC-32C of all parameters in fp32, combined from the ranks' rows."""
         crc = 0
         for _, p in sorted(self.model.named_parameters()):
             rows, first, replica, _ = _core.master_shard(p._unit, p._index, False)

@@ -94,11 +94,10 @@ def _check_elastic(options: argparse.Namespace) -> None:
 
 
 class TrainCheckpoints:
-    """The checkpoints of one ``fsdpc train`` run; does nothing without ``--checkpoint``.
+    """Manages the checkpoints of ``fsdpc train``; does nothing without ``--checkpoint``.
 
-    The state is the same as for :func:`fsdpc.checkpoint.save`, with ``"tokenizer"`` and
-    ``"options"`` in its ``"extra"``. ``text`` contains the run's options and is saved next to its
-    checkpoints.
+    The state is that of :func:`fsdpc.checkpoint.save`, with ``"tokenizer"`` and ``"options"`` in
+    its ``"extra"``. ``text`` contains the run's options and is saved next to its checkpoints.
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:

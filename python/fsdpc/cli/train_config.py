@@ -1,7 +1,7 @@
-"""Sources of options for ``fsdpc train``: the command line, a file, a checkpoint.
+"""Sources of options for ``fsdpc train``: command line, config file and checkpoint.
 
 Options on the command line override those of the ``--config`` file. In a resumed run, options in
-`KEPT` that neither one specifies come from the checkpoint. All other options have their default
+`KEPT` that are set in neither place come from the checkpoint. All other options have their default
 values.
 """
 
@@ -110,7 +110,7 @@ def options_in(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be an option's value; the file may be hand-written."""
+    """Return whether an option can have this value; the file may be hand-written."""
     if isinstance(value, list):
         return bool(value) and all(_is_plain(v) and not isinstance(v, list) for v in value)
     return isinstance(value, (bool, int, float)) or (
@@ -119,10 +119,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> str:
-    """Describe how the kept options and the number of ranks differ from a manifest's.
+    """Describe how the kept options and the number of ranks differ from those in a manifest.
 
-    Defaults are compared by their actual values. The vocabulary is not compared, because it comes
-    from the loaded model.
+    Options that have their default are compared by the value actually used. The vocabulary is not
+    compared, because it comes from the loaded model.
     """
     kept = options_in(content)
     found = [
@@ -136,7 +136,7 @@ def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> s
 
 
 def _used(name: str, options: Mapping[str, Any]) -> Any:
-    """Return an option's value, or its actual default if that depends on other options."""
+    """Return an option's value, or its effective default if that depends on other options."""
     value, steps = options[name], options.get("steps")
     choice = OPTIMIZERS.get(options.get("optimizer", ""))
     if value is not None:
@@ -225,7 +225,7 @@ def as_toml(options: argparse.Namespace) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return an option's value as numbers, text or lists, in a form that can be read back."""
+    """Return an option's value as numbers, text or lists that can be read back."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, list):

@@ -30,12 +30,12 @@ from fsdpc.sharding.strategies import ShardingStrategy, apply_strategy
 STATE_DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16}
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
-# Options without a value, and the subset that --no-NAME turns off.
+# Options that --no-NAME turns off, and all options without a value.
 SWITCHES = ("deterministic", "separate-documents", "stabilize")
 FLAGS = (*SWITCHES, "no-progress", "resume")
 # Options that a resumed run cannot change, because the checkpoint's state depends on them.
 FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "optimizer", "seq", "seed")
-# Options stored in checkpoints, which a resumed run uses unless they are passed.
+# Options stored in checkpoints; a resumed run reuses those that are not set explicitly.
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
     "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
@@ -169,7 +169,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def add_number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
-    """Add a numeric option whose type is that of its default."""
+    """Add a numeric option that has the type of its default."""
     group.add_argument(
         name,
         type=type(default),
@@ -182,7 +182,7 @@ def add_number(group: Any, name: str, default: float, text: str, shown: str = ""
 def add_choice(
     group: Any, name: str, choices: Iterable[str], default: str | None, text: str, **options: Any
 ) -> None:
-    """Add an option with fixed choices; if the default is None, the help text explains it."""
+    """Add an option with fixed choices; if its default is None, the help text describes it."""
     group.add_argument(
         name,
         choices=tuple(choices),
@@ -193,7 +193,7 @@ def add_choice(
 
 
 def add_switch(group: Any, name: str, text: str) -> None:
-    """Add an option without a value, which ``--no-NAME`` turns off."""
+    """Add an option that takes no value and that ``--no-NAME`` turns off."""
     group.add_argument(name, action="store_true", help=text)
     group.add_argument(
         name.replace("--", "--no-", 1), dest=name[2:].replace("-", "_"), action="store_false",
@@ -244,7 +244,7 @@ def add_storage_options(group: Any) -> None:
 
 
 def _steps(text: str) -> range:
-    """Parse a range such as ``10:12``, or a number of steps after the warm-up."""
+    """Parse a range of steps such as ``10:12``, or a number of steps after the warm-up."""
     first, colon, last = text.partition(":")
     try:
         steps = range(int(first), int(last) + 1) if colon else range(4, 4 + int(first))
@@ -312,12 +312,12 @@ SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
 
 
 def usual_warmup(steps: int) -> int:
-    """Return the default warm-up for a run without ``--warmup``."""
+    """Return the default warm-up, which is used without ``--warmup``."""
     return max(1, steps // 20)
 
 
 def usual_decay(steps: int) -> int:
-    """Return the default decay of a WSD schedule without ``--decay``."""
+    """Return the default decay of a WSD schedule, which is used without ``--decay``."""
     return max(1, steps // 10)
 
 
@@ -366,7 +366,7 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
 
 
 def check_values(options: argparse.Namespace) -> None:
-    """Raise on values that are invalid on any machine."""
+    """Raise ValueError for values that are invalid on any machine."""
     for name in ("batch", "seq", "accumulate", "vocab"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -413,7 +413,7 @@ def _check_schedule(options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise on values, and combinations of them, that are invalid on this machine."""
+    """Raise ValueError for values or combinations that are invalid on this machine."""
     check_values(options)
     hosts.check_options(options)
     if options.ranks is not None:
@@ -466,7 +466,7 @@ def most_ranks(options: argparse.Namespace) -> int:
 
 
 def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
-    """Adapt batch and micro-steps to the current number of ranks; return a message about that."""
+    """Adapt batch and micro-steps to the current number of ranks; return a message about it."""
     if options.elastic is None or ranks == options.elastic.most:
         return ""
     whole = options.elastic.most * options.batch * options.accumulate
@@ -498,7 +498,7 @@ def mesh_shape(options: argparse.Namespace, ranks: int) -> tuple[int, int]:
 
 
 def check_sharding(options: argparse.Namespace, ranks: int) -> None:
-    """Raise errors that every rank would otherwise raise, before any rank starts."""
+    """Before any rank starts, raise the errors that every rank would otherwise raise."""
     if options.mesh is None and options.strategy.startswith("HYBRID"):
         raise ValueError(f"--strategy {options.strategy} needs --mesh RxS, replicas x shards")
     shape = mesh_shape(options, ranks)

@@ -1,4 +1,4 @@
-"""Published models in ``fsdpc train``: starting from them and exporting them."""
+"""Starting ``fsdpc train`` from a published model, and exporting models for transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_options(group: Any) -> None:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in the model's options and tokenizer from ``--init-from``, or with defaults.
+    """Set the model's options and tokenizer from ``--init-from``, or to their defaults.
 
     Raises
     ------
@@ -148,13 +148,13 @@ def config_for(options: argparse.Namespace) -> models.ModelConfig:
 
 
 def keep_tokenizer(tokenizer: Any, folder: Path | None) -> None:
-    """On rank 0, save a run's tokenizer, if it has one, in a folder."""
+    """On rank 0, save a run's tokenizer, if any, in a folder."""
     if tokenizer is not None and folder is not None and distributed.rank() == 0:
         (folder / "tokenizer.json").write_bytes(tokenizer.data)
 
 
 def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Export the model for transformers, with the other files from its source; collective."""
+    """Export the model for transformers, with other files from its source folder; collective."""
     if options.export is None:
         return
     if options.lora is not None:

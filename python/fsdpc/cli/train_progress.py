@@ -28,14 +28,14 @@ BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, ETA {rema
 
 
 def live(options: argparse.Namespace) -> list[str]:
-    """Return the options that pass this terminal's width to the ranks, if this is a terminal."""
+    """Return the options that tell ranks the terminal's width, if stdout is a terminal."""
     if options.no_progress or not sys.stdout.isatty():
         return []
     return ["--live", str(columns(sys.stdout) - PREFIX_WIDTH)]
 
 
 class Progress:
-    """A run's progress: metrics for each step, and a line on rank 0 when one is due."""
+    """A run's progress: metrics for every step, and a line on rank 0 from time to time."""
 
     def __init__(self, trainer: Trainer) -> None:
         o = trainer.options
@@ -110,7 +110,7 @@ class Progress:
             self._show(text)
 
     def end(self) -> None:
-        """Leave the line in place, and print the average step time."""
+        """Leave the line on the screen, and print the average step time."""
         t = self.trainer
         if self.screen:
             self.screen.close()

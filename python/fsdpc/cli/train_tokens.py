@@ -167,7 +167,7 @@ class Bytes:
         return {}
 
     def check(self) -> Parts | None:
-        """Raise if the data are not text; return the sequences if that is cheap."""
+        """Raise if the data are not text; return the sequences if cheap to load."""
         if not self.options.data:
             return None
         refuse_binary(self.options.data)
@@ -178,7 +178,7 @@ class Bytes:
         return _split(ByteDataset(self.options.data or default_corpus(), self.options.seq))
 
     def header(self) -> str:
-        """Describe the training data; the caller appends the amount per step."""
+        """Describe the training data; the caller appends the amount of data per step."""
         return "bytes of text to train on, "
 
     def text_bytes(self, targets: np.ndarray) -> int:
@@ -186,7 +186,7 @@ class Bytes:
         return int(np.count_nonzero(targets != IGNORED))
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function that maps each successive id to the text that it completes."""
+        """Return a function that takes one id at a time and returns the text that it completes."""
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda word: decode(bytes([word])) if word < 256 else "\ufffd"
 
@@ -254,7 +254,7 @@ class Tokens:
         return self.tokenizer.find_end()
 
     def check(self) -> Parts | None:
-        """Raise if the data cannot be used for training; return the sequences if that is cheap."""
+        """Raise if the data cannot be used for training; return the sequences if cheap to load."""
         if self.described is not None:
             return self.datasets()
         refuse_binary(self.options.data or default_corpus())

@@ -1,4 +1,4 @@
-"""Text and tokens as training sequences: datasets, sampling across ranks, prefetched batches."""
+"""Data loading for training: datasets of text and tokens, sampling across ranks, prefetching."""
 
 from fsdpc.data.arrays import ArrayDataset
 from fsdpc.data.datasets import ByteDataset, PackedSequences, SequenceDataset

@@ -15,7 +15,7 @@ Batch = tuple[np.ndarray, ...]
 
 
 class ArrayDataset:
-    """A dataset of parallel arrays, in which item i contains row i of each array.
+    """A dataset of parallel arrays; item i contains row i of each array.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class ArrayDataset:
         return tuple(rows[0] for rows in self.batch([index]))
 
     def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
-        """Return several rows of each array.
+        """Return the rows at these indices from each array.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Datasets that cut one long stream of ids into sequences.
+"""Datasets that split one long stream of ids into sequences.
 
 Item i is a pair (x, y) of ``seq_len`` ids each. y is x shifted by one id, so every id in the run
 except the first is predicted once. Files are read in sorted order, so every rank sees the same
@@ -22,7 +22,7 @@ _MAPPED_BYTES = 1 << 20  # larger files are mapped, smaller ones are read and jo
 
 
 class SequenceDataset:
-    """A stream of ids cut into sequences; the base class of all datasets in this module.
+    """A stream of ids split into sequences; the base class of all datasets in this module.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class SequenceDataset:
         return (self.tokens - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Batch:
-        """Return one sequence as (x, y), int64 arrays of shape (seq_len,)."""
+        """Return one sequence as a pair (x, y) of int64 arrays of shape (seq_len,)."""
         x, y = self.batch([index])
         return x[0], y[0]
 
@@ -149,7 +149,7 @@ class SequenceDataset:
 
 
 class ByteDataset(SequenceDataset):
-    """A dataset of the bytes in files, with ids 0 to 255.
+    """A dataset of the bytes in files, as ids from 0 to 255.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class ByteDataset(SequenceDataset):
 
 
 class PackedSequences(SequenceDataset):
-    """Documents concatenated and cut into sequences, without padding.
+    """Documents that are concatenated and split into sequences, without padding.
 
     Parameters
     ----------

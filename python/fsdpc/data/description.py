@@ -16,7 +16,7 @@ NAME = "tokens.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDescription:
-    """The content of ``tokens.json``, which describes the token files next to it.
+    """The contents of ``tokens.json``, which describes the token files in the same folder.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class TokenDescription:
 
 
 def read_description(folder: Path) -> TokenDescription | None:
-    """Return the content of a folder's ``tokens.json``, or None if there is none.
+    """Return the contents of a folder's ``tokens.json``, or None if the file does not exist.
 
     Raises
     ------

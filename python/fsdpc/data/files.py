@@ -82,7 +82,7 @@ def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) 
     return files
 
 
-# Signatures of binary files and the types they identify.
+# Maps the signatures of binary files to their types.
 _MAGIC = (
     (b"\x93NUMPY", "a NumPy array"),
     (b"PK\x03\x04", "a zip archive (.npz, .pt, .docx)"),
@@ -94,7 +94,7 @@ _HEAD_BYTES = 1 << 16  # bytes to check in each file
 
 
 def refuse_binary(paths: PathLike | Sequence[PathLike]) -> None:
-    """Raise ValueError if any of these files is binary, naming the first."""
+    """Raise ValueError for the first of these files that is binary."""
     for path in find_files(paths, ()):
         with explained(path), open(path, "rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -130,7 +130,7 @@ def _walk(top: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Memory-map a token file and return its ids; `dtype` applies to .bin files."""
+    """Memory-map a token file and return its ids; `dtype` applies only to .bin files."""
     if path.suffix == ".npy":
         return _map_token_npy(path)
     if path.suffix != ".bin":
@@ -164,5 +164,5 @@ def _map_token_npy(path: Path) -> np.ndarray:
 
 
 def describe(files: list[Path]) -> str:
-    """Return a short description of these files for messages."""
+    """Describe these files briefly, for use in messages."""
     return str(files[0]) if len(files) == 1 else f"{len(files)} files from {files[0]} on"

@@ -1,7 +1,7 @@
-"""Sampling across ranks, and batches that threads prefetch once the first batch is requested.
+"""Sampling across ranks, and a loader whose threads start prefetching at the first batch.
 
-The rank's own thread chooses the sequences and returns batches in order; the other threads only
-read data. The order and the cursor therefore do not depend on the number of threads.
+The calling thread chooses the sequences and returns batches in order; the other threads only read
+data. The order and the cursor therefore do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class GlobalBatchSampler(DistributedSampler):
         return self.length // (mine * self.world) * mine
 
     def indices(self, start: int = 0) -> np.ndarray:
-        """Return this rank's sequences in the epoch, after the first ``start`` over all ranks."""
+        """Return this rank's sequences in the epoch after the first ``start`` across all ranks."""
         together = self.batch * self.accumulate * self.world
         steps = max(0, self.length - start) // together
         order = self._permutation()[start : start + steps * together]
@@ -211,7 +211,7 @@ class Loader:
     If `dataset` raises for a batch, ``next()`` first returns all earlier batches and then raises
     the exception. The cursor does not advance: the next call tries the same batch again.
 
-    The threads end on ``stop()``, on leaving a ``with`` block, on an exception, after the last
+    The threads stop on ``stop()``, at the end of a ``with`` block, on an exception, after the last
     epoch, or when the loader is deleted.
 
     Examples
@@ -293,10 +293,10 @@ class Loader:
         return result
 
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor: the epoch, and how many of its sequences all ranks have returned.
+        """Return the cursor: the epoch, and the number of its sequences returned by all ranks.
 
-        It can be loaded with a different batch size or number of ranks. The ranks then continue
-        with the next sequences in the epoch's order, even if other ranks read the earlier ones.
+        The cursor can be loaded with a different batch size or number of ranks. The ranks then
+        continue after the sequences that were already read, regardless of which rank read them.
         """
         epoch, batch = self._next
         taken = self._taken(epoch) + batch * self.batch_size * self.sampler.world
@@ -309,7 +309,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move to a cursor from :meth:`state_dict`.
+        """Restore a cursor returned by :meth:`state_dict`.
 
         Raises
         ------
@@ -331,7 +331,7 @@ class Loader:
         self._next = self._advance((state["epoch"], 0), batch)
 
     def reorder(self, order: int) -> None:
-        """Continue with the same data in a different order; loading a cursor restores its order.
+        """Continue with the same data in a new order; loading a cursor restores its own order.
 
         Parameters
         ----------
@@ -345,7 +345,7 @@ class Loader:
         self.sampler.order, self._order = order, (-1, np.empty(0, np.int64))
 
     def stop(self) -> None:
-        """End the threads; the next batch starts new ones. Stopping twice is allowed."""
+        """Stop the threads; requesting another batch starts new ones. Stopping twice is allowed."""
         self._drop_ahead()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
@@ -362,7 +362,7 @@ class Loader:
         return self.epochs is not None and position[0] >= self.epochs
 
     def _taken(self, epoch: int) -> int:
-        """Return how many of the epoch's sequences were read before this loader's first batch."""
+        """Return the number of the epoch's sequences that precede this loader's first batch."""
         return self._begun[1] if epoch == self._begun[0] else 0
 
     def _advance(self, position: tuple[int, int], batches: int) -> tuple[int, int]:
@@ -380,7 +380,7 @@ class Loader:
         return own[batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def _indices_of(self, epoch: int) -> np.ndarray:
-        """Return this rank's sequences in an epoch, from this loader's first batch on."""
+        """Return this rank's sequences in an epoch, starting with this loader's first batch."""
         if self._order[0] != epoch:
             self.sampler.set_epoch(epoch)
             start = self._taken(epoch)

@@ -1,7 +1,7 @@
 """Convert text to token files in constant memory.
 
 The output is written to a hidden folder next to its target and renamed when it is complete. A
-killed run leaves only the hidden folder, which the next run removes.
+killed run leaves behind only the hidden folder, which the next run removes.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _cut(parts: Iterator[str]) -> Iterator[Piece]:
 
 
 class _Shards:
-    """Writes token files with the same number of ids each; the last may have fewer."""
+    """Writes token files with the same number of ids in each, except possibly the last."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], each: int) -> None:
         self.folder, self.dtype, self.each = folder, dtype, each

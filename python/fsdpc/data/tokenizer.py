@@ -1,4 +1,4 @@
-"""Tokenizers, stored as files of the ``tokenizers`` package.
+"""Tokenizers in the file format of the ``tokenizers`` package.
 
 Training reads the file as JSON to get the vocabulary, the id that ends documents, and the number of
 text bytes per id. The package is needed only to convert between text and ids.
@@ -148,7 +148,7 @@ class Tokenizer:
         return [np.array(each.ids, np.uint32) for each in found]
 
     def decoder(self) -> Callable[[int], str]:
-        """Return a function that takes successive ids and returns the text that each id completes.
+        """Return a function that maps successive ids to the text that each id completes.
 
         Raises
         ------
@@ -186,7 +186,7 @@ def import_tokenizers(what: str) -> Any:
 
 
 def _tokens_of(found: dict[str, Any]) -> tuple[dict[int, str], set[int]]:
-    """Return a dict from id to token, and the set of special ids."""
+    """Return a dict that maps ids to tokens, and the set of special ids."""
     vocab = found["model"]["vocab"]
     if isinstance(vocab, dict):
         tokens = {int(number): text for text, number in vocab.items()}

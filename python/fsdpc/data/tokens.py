@@ -131,7 +131,7 @@ class TokenDataset(SequenceDataset):
         )
 
     def document_starts(self) -> np.ndarray:
-        """Return the positions in the stream where documents begin; reads the whole stream.
+        """Return the stream positions at which documents begin, by reading the whole stream.
 
         Returns
         -------
@@ -154,7 +154,7 @@ class TokenDataset(SequenceDataset):
 
 
 def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each token's document number within its sequence, and its position in that document.
+    """Return each token's document index within its sequence, and its position in that document.
 
     Parameters
     ----------

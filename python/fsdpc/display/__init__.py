@@ -1,1 +1,1 @@
-"""Text, drawings and tables for people, used by the other packages."""
+"""Human-readable text, drawings and tables, used by the other packages."""

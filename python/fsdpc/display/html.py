@@ -21,12 +21,12 @@ ROWS, COLUMNS = 16, 16  # of a mesh
 
 
 def draws(what: str, draw: Callable[[Any], str]) -> None:
-    """Register ``draw``, which returns HTML or text for what :func:`drawn` calls ``what``."""
+    """Register ``draw``, which returns the HTML or text that :func:`drawn` shows for ``what``."""
     _DRAWN[what] = draw
 
 
 def drawn(what: str, value: Any) -> str:
-    """Describe an object by the function that :func:`draws` registered for it."""
+    """Render an object with the function that :func:`draws` registered for its kind."""
     return _DRAWN[what](value)
 
 
@@ -98,7 +98,7 @@ def fields(
     rows: Sequence[Sequence[str]] = (),
     end: str = "",
 ) -> str:
-    """Return a title, a table of names and values, a second table, and a closing line."""
+    """Return HTML with a title, a table of names and values, a second table, and a closing line."""
     pairs = table((), [(name, str(value)) for name, value in values.items()])
     return _lines(title, pairs, table(head, rows) if rows else "", end)
 

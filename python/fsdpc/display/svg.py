@@ -1,9 +1,8 @@
-"""Shared building blocks for pictures, as SVG without scripts for light and dark pages.
+"""Building blocks for SVG pictures, which use no scripts and suit light and dark pages.
 
 A picture paints its own background, so it is readable in a notebook whose theme differs from the
 system's. ``prefers-color-scheme`` sets the variables for text and background. Rank colours are
-Okabe and Ito's, and class colours are close to them, so that colour-blind people can tell them
-apart.
+Okabe and Ito's and class colours are similar, so colour-blind people can tell them apart.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ code,pre{{font-family:ui-monospace,'DejaVu Sans Mono',monospace;font-size:12px}}
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return a whole HTML page, which is also well-formed XML."""
+    """Return a complete HTML page that is also well-formed XML."""
     return (
         '<!DOCTYPE html>\n<html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head>'
         '<meta charset="utf-8"/>'
@@ -147,7 +146,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time in milliseconds, to four significant digits or as a whole number."""
+    """Format a time in milliseconds, as a whole number or with four significant digits."""
     ms = 1e3 * seconds
     return f"{ms:,.4g} ms" if ms < 9999.5 else f"{ms:,.0f} ms"
 
@@ -161,7 +160,7 @@ def size(n: float) -> str:
 
 
 def short(words: str, width: float) -> str:
-    """Shorten text to this many pixels by omitting its middle, if necessary."""
+    """Shorten text to a width in pixels by omitting its middle, if necessary."""
     room = max(4, int(width / CHAR))
     if len(words) <= room:
         return words

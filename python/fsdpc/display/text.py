@@ -1,8 +1,8 @@
-"""Text for people, such as messages on stderr and file names that the locale cannot encode.
+"""Human-readable text, such as messages on stderr and file names that the locale cannot encode.
 
 Under an ASCII locale, Python decodes non-ASCII bytes in file names as surrogates, and its streams
-raise an error for any other non-ASCII character. Text files are UTF-8 in any locale, and output
-never ends a run.
+raise an error for any other non-ASCII character. Text files are UTF-8 in any locale, and an
+unencodable character never ends a run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _HANDLER = "fsdpc.degrade"
 
 
 def say(text: str) -> None:
-    """Write a line prefixed with fsdpc to stderr, if it is open (a daemon may have closed it)."""
+    """Write a line prefixed with "fsdpc: " to stderr, unless it is closed (as in a daemon)."""
     if sys.stderr is not None:
         sys.stderr.write(f"fsdpc: {text}\n")
         sys.stderr.flush()
 
 
 def as_text(name: str | os.PathLike[str]) -> str:
-    """Return a file name as it is written in text files, independent of the locale."""
+    """Return a file name in the form used in text files, regardless of the locale."""
     return os.fsencode(name).decode("utf-8", "surrogateescape")
 
 
 def as_name(text: str) -> str:
-    """Return the file name that :func:`as_text` converted to this text in any locale."""
+    """Convert the result of :func:`as_text`, in any locale, back to the file name."""
     return os.fsdecode(text.encode("utf-8", "surrogateescape"))
 
 

@@ -1,4 +1,4 @@
-"""Ranks: how they meet and leave, collectives on their values, and their launchers' variables."""
+"""Joining and leaving the world, collectives on user values, and launchers' variables."""
 
 from fsdpc.distributed.group import (
     all_gather,

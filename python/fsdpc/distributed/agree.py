@@ -1,4 +1,4 @@
-"""Agreement between ranks: if one rank fails or ranks differ, all of them raise an error."""
+"""Make all ranks raise an error if one of them fails or if they disagree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KNOWN: dict[str, type[Exception]] = {}
 
 
 def raised_together(kind: type[E]) -> type[E]:
-    """Class decorator: other ranks raise this class too, instead of RuntimeError."""
+    """Make the other ranks raise this exception class too, not RuntimeError (a decorator)."""
     _KNOWN[kind.__name__] = kind
     return kind
 
@@ -104,10 +104,10 @@ def check_agreement(
     comms: Sequence[_core.Comm],
     cure: str = "build and shard the same model, with the same seed, on every rank",
 ) -> None:
-    """Compare what the ranks are about to shard; all of them report the same difference.
+    """Compare what the ranks are about to shard; all ranks report the same difference.
 
-    If the mesh spans the whole world, all ranks compare at once; otherwise each row compares first,
-    then each column.
+    If the mesh spans the whole world, all ranks compare at once; otherwise they compare first
+    within rows, then within columns.
     """
     world = distributed.world() if distributed.is_initialized() else None
     if world is not None and world.size == prod(comm.size for comm in comms):

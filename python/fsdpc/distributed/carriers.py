@@ -1,4 +1,4 @@
-"""Threads that carry a transport's messages (``_core.Transport``) until the world ends."""
+"""Threads that carry the messages of a ``_core.Transport`` until the world ends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ leaving: list[Work] = []  # to wait for after all groups are left
 def start(
     transport: _core.Transport, rank: int, works: list[Work], close: Work = lambda: None
 ) -> None:
-    """Run each on a thread until the transport ends; call ``close`` after the world is left.
+    """Run each function on a thread until the transport ends; call ``close`` on leaving the world.
 
-    If a function raises an exception, the transport ends.
+    An exception in any of the functions ends the transport.
     """
 
     def guarded(work: Work) -> None:

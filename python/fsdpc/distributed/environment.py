@@ -16,7 +16,7 @@ RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, without a 
 
 
 def _number(path: str, label: str = "") -> int | None:
-    """Return the number after a label in a file from /proc or /sys."""
+    """Return the number that follows a label in a file in /proc or /sys."""
     try:
         with open(path, encoding="ascii") as lines:
             for line in lines:
@@ -123,8 +123,8 @@ SLURM_SPECIAL_STEPS = 0xFFFFFF00
 def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
     """Return the launcher that started this process as one of several tasks, if any.
 
-    None also stands for torchrun. An sbatch script and a shell from salloc or ``srun --pty`` have
-    SLURM's variables but are not such tasks: they have no step, a special step, or a terminal.
+    None also stands for torchrun. A process in an sbatch script, or in a shell from salloc or
+    ``srun --pty``, is not such a task: it has no step, a special step, or a terminal.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return None
@@ -228,7 +228,7 @@ def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
 
 
 def _launcher(variable: str) -> str:
-    """Identify the process that set a variable, which is the nearest ancestor without it.
+    """Identify the process that set a variable: the nearest ancestor that lacks the variable.
 
     An ancestor whose environment is unreadable (another user's process, or a hidden one) counts as
     lacking the variable.
@@ -260,8 +260,8 @@ def process_stat(pid: int) -> list[str]:
 def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
     """Return a prefix for the run's socket names and a secret, both unique to the run.
 
-    Anyone can read the names. The secret is known to processes that know FSDPC_RUN_ID, which child
-    processes inherit, or that have the same torchrun as an ancestor.
+    Anyone can read the names. A process can compute the secret if it knows FSDPC_RUN_ID, which
+    child processes inherit, or has the same torchrun as an ancestor.
     """
     parts = [
         environment.get(name, default)
@@ -279,7 +279,7 @@ def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def find_mpi(environment: Mapping[str, str], size: int) -> tuple[str, ...]:
-    """Return the MPI families that may have started this process in a world of ``size``, or ().
+    """Return the MPI families that may have started this process as one of ``size`` ranks.
 
     srun reports only the protocol (PMIx), which several families understand.
     """
@@ -297,7 +297,7 @@ pretended_host: int | None = None  # set by pretend.py, for tests
 
 
 def this_host() -> tuple[str, str]:
-    """Return this host's identifier and name; a container may count as a host."""
+    """Return this host's identifier and name; a container may count as a separate host."""
     if pretended_host is not None:
         return f"pretended {pretended_host}", f"node{pretended_host}"
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
@@ -330,10 +330,10 @@ def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
 
 
 def inherited_socket(address: str, rank: int) -> int:
-    """Return the listening socket that the launcher opened for this rank, or -1; works only once.
+    """Return this rank's listening socket from the launcher, or -1 if missing or already taken.
 
     The descriptor in FSDPC_RANK_SOCKET is used only if its socket has the name of this rank in this
-    run. The program may have changed the address, or this process may be a child of the rank that
+    run. The program may have changed the address, or this process may be a rank's child, which
     inherited its variables but not its descriptors.
     """
     text = os.environ.pop("FSDPC_RANK_SOCKET", "")

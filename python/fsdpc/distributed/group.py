@@ -1,10 +1,10 @@
-"""This process's rank, and collectives for your own values.
+"""This process's rank, and collectives on user values.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), which ``fsdpc run`` and ``launch`` set too. :func:`init` derives it from the variables
 of ``srun`` or ``mpirun``, or from its arguments. If none of these is available, the world has a
 single rank. Ranks on a host share memory; no port is opened and nothing is left behind. With GPUs
-(:func:`fsdpc.set_default_device`), a rank uses the GPU of its LOCAL_RANK, or shares one if there
+(:func:`fsdpc.set_default_device`), a rank uses the GPU of its LOCAL_RANK, or shares a GPU if there
 are too few. NCCL transfers data between GPUs; ranks that share a GPU need NCCL 2.30 or newer.
 """
 
@@ -53,7 +53,7 @@ def _environment_int(name: str, default: int | None = None) -> int:
 def init(
     rank: int | None = None, world_size: int | None = None, *, deterministic: bool = False
 ) -> None:
-    """Join the other ranks; call it once on every rank.
+    """Join the other ranks; call this once on every rank.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def init(
     local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     _local_rank = _environment_int("LOCAL_RANK", rank % max(local_size, 1))
     hosts = _hosts(rank, world_size, _local_rank, local_size)
-    # Torch's process group connects several hosts, and ranks that were not numbered by a launcher.
+    # Use torch's process group to connect several hosts, or ranks that no launcher numbered.
     if given or named and hosts == 1 or _join_torch is None or not _join_torch():
         _world = _meet(rank, world_size, hosts)
     _deterministic = bool(deterministic)
@@ -118,7 +118,7 @@ def init(
 
 
 def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
-    """Join the other ranks, with the rank given by the environment or :func:`init`."""
+    """Join the other ranks, using the rank from the environment or from :func:`init`."""
     address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
     news = _environment_int("FSDPC_NEWS_FD", -1)
@@ -198,7 +198,7 @@ def world() -> _core.Comm:
 def shutdown() -> None:
     """Leave the world without waiting for other ranks.
 
-    Models that were sharded in it can no longer be used.
+    Models sharded in this world can no longer be used.
 
     Examples
     --------

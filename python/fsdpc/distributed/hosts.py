@@ -92,7 +92,7 @@ def families() -> list[str]:
 
 
 def find_launcher(name: str | None) -> tuple[str, str]:
-    """Return an MPI launcher's path and family, for which fsdpc must have been built.
+    """Return the path and the family of an MPI launcher that this installation supports.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def command_line(
     agent: str | None,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Return the launcher's arguments up to the command that each rank runs."""
+    """Return the launcher's arguments that precede the command of each rank."""
     path, family = launcher
     size = str(len(hosts) * ranks_per_host)
     if family == "mpich":

@@ -2,7 +2,7 @@
 
 Only :mod:`fsdpc.testing` uses this. Each rank reports a made-up host identifier, and Python threads
 carry data between hosts over Unix sockets that connect all ranks. The speed therefore differs from
-that of a real network. The engine treats it like any other transport.
+that of a real network. The engine treats this transport like any other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def carry(rank: int, size: int, address: str) -> _core.Transport:
 
 
 def _meet(rank: int, size: int, name: str) -> dict[int, socket.socket]:
-    """Connect to all other ranks; each rank connects to those before it and accepts the others."""
+    """Connect all ranks: each connects to lower ranks and accepts connections from higher ones."""
     peers = {}
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{name}{rank}")

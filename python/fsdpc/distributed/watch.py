@@ -1,8 +1,8 @@
-"""Sets up the watch between hosts by connecting each host's first rank.
+"""Sets up the watch between hosts by connecting the first rank of each host.
 
 Rank 0 listens only while the ranks meet. The first rank of every other host connects to it. Both
-sides prove that they know a key, which was sent over the transport and is never in an argument, an
-environment variable or a file. The engine's thread then takes over the connections
+sides prove knowledge of a key that was sent over the transport, and never in an argument, an
+environment variable or a file. The engine's thread then takes ownership of the connections
 (csrc/comm/host_watch.h).
 """
 
@@ -37,7 +37,7 @@ SIOCGIFADDR = 0x8915
 
 
 def start(comm: _core.Comm, hosts: int) -> None:
-    """Connect all hosts' first ranks and start watching (collective).
+    """Connect the first ranks of all hosts and start the watch (collective).
 
     If that fails, rank 0 reports why, and training continues with deadlines but without a watch.
     """
@@ -198,7 +198,7 @@ class _Caller:
         connection.setblocking(False)
 
     def host(self, key: bytes, hosts: int) -> int | None:
-        """Return the caller's host number once proved, or None if the answer is incomplete."""
+        """Return the authenticated caller's host index, or None if its answer is incomplete."""
         said = self.connection.recv(ANSWER.size - len(self.said))
         self.said += said
         if not said:
@@ -231,7 +231,7 @@ class _Door:
         return [host for host in range(1, self.hosts) if host not in self.found]
 
     def look(self) -> None:
-        """Accept waiting callers and read their answers, for at most a tenth of a second."""
+        """Accept waiting callers and read their answers for at most a tenth of a second."""
         for key, _ in self.ready.select(0.1):
             try:
                 if key.fileobj is self.listening:

@@ -1,7 +1,7 @@
-"""Add the operations that are composed in Python to Tensor, as methods and operators.
+"""Add the operations that are written in Python to Tensor, as methods and operators.
 
 The extension defines the methods of its own operations. The others are functions in this package
-whose first argument is the tensor; they are added to the type once.
+whose first argument is the tensor; this module adds them to the type.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _contains(self: Tensor, element: Any) -> bool:
 
 
 def install() -> None:
-    """Set the methods on the Tensor type."""
+    """Add the methods to the Tensor type."""
     for module, names in METHODS.items():
         for name in names:
             setattr(Tensor, name, getattr(module, name))

@@ -1,4 +1,4 @@
-"""Attention as one kernel call, or one per document; composed if a mask needs a gradient."""
+"""Attention, as one kernel call or one per document, or composed if a mask needs a gradient."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Convolutions and pooling over height and width; 1-D inputs are treated as having height 1.
 
-CPUs have kernels for them. On GPUs they are composed of other operations: a window of k elements
-becomes k strided slices of the padded input. Convolutions join these slices as columns for one
-matrix product (im2col), and therefore keep k times the input for backward. Pooling compares or adds
-these slices.
+CPUs have kernels for them. On GPUs, convolutions and pooling are composed of other operations: a
+window of k elements becomes k strided slices of the padded input. Convolutions join these slices as
+columns for one matrix product (im2col), and therefore keep k times the input for backward. Pooling
+takes the maximum or the sum of these slices.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _check_rows(name: str, x: Tensor) -> None:
 def _check_convolution(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> None:
-    """Check shapes; errors name the operation and show the shapes passed by the caller."""
+    """Check shapes; errors name the operation and show the caller's shapes."""
     ndim = 3 if name == "conv1d" else 4
     if x.ndim != ndim or weight.ndim != ndim:
         raise ValueError(
@@ -257,7 +257,7 @@ def _check_convolution(
 
 
 def pair(value: Pair) -> tuple[int, int]:
-    """Expand one number or two into a pair for height and width."""
+    """Expand one or two numbers into a pair for height and width."""
     both = tuple(value) if isinstance(value, Iterable) else (value, value)
     if len(both) != 2:
         raise ValueError(f"{value} for height and width: give one number or two")
@@ -334,7 +334,7 @@ def _windows(
     spread: tuple[int, int],
     dims: tuple[int, int],
 ) -> list[Tensor]:
-    """Return one strided slice per (i, j), which contains that element of every window."""
+    """Return one strided slice per kernel position (i, j), with that element of every window."""
     found = []
     for at in np.ndindex(*kernel):
         index = [slice(None)] * x.ndim

@@ -58,7 +58,7 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """Clamp elements to [min, max]; only elements that do not change get gradients.
+    """Clamp elements to [min, max]; only elements left unchanged get gradients.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def logical_not(x: Any) -> Tensor:
 
 
 def logical_and(x: Any, y: Any) -> Tensor:
-    """Compute the logical AND of two tensors, which broadcast; nonzero elements count as true.
+    """Compute the logical AND of two tensors with broadcasting; nonzero elements count as true.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def logical_and(x: Any, y: Any) -> Tensor:
 
 
 def logical_or(x: Any, y: Any) -> Tensor:
-    """Compute the logical OR of two tensors, which broadcast; nonzero elements count as true.
+    """Compute the logical OR of two tensors with broadcasting; nonzero elements count as true.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def logical_or(x: Any, y: Any) -> Tensor:
 
 
 def logical_xor(x: Any, y: Any) -> Tensor:
-    """Compute the logical XOR of two tensors, which broadcast; nonzero elements count as true.
+    """Compute the logical XOR of two tensors with broadcasting; nonzero elements count as true.
 
     Examples
     --------
@@ -232,7 +232,7 @@ def fitted(value: Tensor, dtype: _core.dtype) -> Tensor:
 
 
 def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
-    """Convert both to tensors; a number gets the dtype that arithmetic with the other would use."""
+    """Convert both operands to tensors; a number gets the dtype that the other operand implies."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x, y
     if isinstance(x, Tensor):

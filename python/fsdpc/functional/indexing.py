@@ -1,7 +1,7 @@
 """Access elements by index: gather, scatter, sort, and ``x[array]``.
 
-All of them are composed of two operations, each of which is the other's gradient: picking rows by
-id (:func:`embedding`, for any dtype) and adding rows by id (`_core.scatter_rows`). Sums follow the
+All are composed of two operations, each the gradient of the other: picking rows by id
+(:func:`embedding`, for any dtype) and adding rows by id (`_core.scatter_rows`). Sums follow the
 order of the ids and use float32 for 16-bit floats, so results are the same in every run.
 """
 
@@ -125,7 +125,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def take_along(x: Tensor, index: Any) -> Tensor:
-    """Copy ``x[index]``, where the index contains arrays or masks, as in NumPy."""
+    """Return a copy of ``x[index]``, where the index contains arrays or masks, as in NumPy."""
     index = _plain(index)
     lead = _reach(x, index)
     rows = np.arange(math.prod(x.shape[:lead]), dtype=np.int64).reshape(x.shape[:lead])
@@ -172,7 +172,7 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
 def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
     """Return the int64 indices that sort a dimension; the sort is stable.
 
-    The host computes them, so a GPU has to wait.
+    The host computes the indices, so a GPU has to wait for it.
 
     Examples
     --------
@@ -196,7 +196,7 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
 
 
 def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort along a dimension; NaN counts as largest, and equal elements keep their order.
+    """Sort along a dimension; NaN counts as the largest value, and equal elements keep their order.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ def nonzero(x: Tensor) -> Tensor:
 
 
 def masked_fill(x: Tensor, mask: Any, value: float | Tensor) -> Tensor:
-    """Replace elements of x with a number where the mask is true; they get no gradient.
+    """Replace elements of x by a number where the mask is true; these elements get no gradient.
 
     The number may be a 0-d tensor, in which case it gets a gradient. The result has x's dtype; a
     number that does not fit it raises ValueError.
@@ -330,7 +330,7 @@ def host(x: Tensor) -> np.ndarray[Any, Any]:
 def dimension(name: str, x: Tensor, dim: int, least: int = 0) -> int:
     """Return a dimension as a nonnegative index; raise IndexError if it does not exist.
 
-    With ``least`` 1, a 0-d tensor counts as one-dimensional, as in PyTorch.
+    If ``least`` is 1, a 0-d tensor counts as one-dimensional, as in PyTorch.
     """
     count = max(x.ndim, least)
     if not -count <= dim < count:
@@ -387,7 +387,7 @@ def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bo
 def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return the memory positions of the elements that the index selects.
 
-    An index out of range raises IndexError; on a GPU it becomes -1, and the kernel reports a fault.
+    An out-of-range index raises IndexError; on a GPU it becomes -1, and the kernel reports a fault.
     """
     axis = dimension(name, x, dim, 1)
     fits = index.ndim == x.ndim and all(
@@ -440,7 +440,7 @@ def _plain(index: Any) -> Any:
 
 
 def _reach(x: Tensor, index: tuple[Any, ...]) -> int:
-    """Return how many leading dimensions the index covers; the others are kept whole."""
+    """Return the number of leading dimensions that the index covers; the others are kept whole."""
     named = sum(
         0 if item is None or item is Ellipsis
         else item.ndim if isinstance(item, np.ndarray) and item.dtype == np.bool_

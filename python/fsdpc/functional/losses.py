@@ -136,7 +136,7 @@ def nll_loss(
 
 
 def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Compute the mean squared difference of two tensors, which broadcast.
+    """Compute the mean squared difference of two tensors, with broadcasting.
 
     Examples
     --------
@@ -150,7 +150,7 @@ def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Compute the mean absolute difference of two tensors, which broadcast.
+    """Compute the mean absolute difference of two tensors, with broadcasting.
 
     Examples
     --------

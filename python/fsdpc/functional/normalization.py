@@ -1,7 +1,8 @@
-"""Group and batch normalisation, optionally over ranks.
+"""Group and batch normalisation, optionally across ranks.
 
-Each pass over x is a kernel with one row per channel and batch element: moments, an affine map, or
-sums of gradients. Intermediate results are small tensors, which other operations combine.
+Each pass over x is a kernel that computes moments, an affine map or sums of gradients, with one row
+per channel and batch element. Intermediate results are small tensors, which other operations
+combine.
 """
 
 from __future__ import annotations
@@ -108,11 +109,11 @@ def batch_norm(
 def counted_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, over_ranks: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute :func:`batch_norm` with the batch's own statistics, and return both.
+    """Compute :func:`batch_norm` from the batch's own statistics, and return those as well.
 
-    The statistics are each channel's mean and variance, without gradients, and the number of
-    elements per channel, of shape (1). With ``over_ranks``, forward performs two small all-reduces
-    and backward one.
+    The statistics are each channel's mean and variance, without gradients, and a tensor of shape
+    (1) with the number of elements per channel. With ``over_ranks``, forward performs two small
+    all-reduces and backward performs one.
     """
     _check_batch(x, over_ranks)
     if not over_ranks and math.prod(x.shape) == x.shape[1]:
@@ -186,7 +187,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 class _Sets(NamedTuple):
-    """A layout of rows, one per channel and batch element, and the sets that share statistics."""
+    """The layout of rows (one per channel and batch element) in sets that share statistics."""
 
     shape: tuple[int, int, int]  # batch, groups, channels per group
     dim: int  # dimension of the shape whose rows share statistics; 0 or 2

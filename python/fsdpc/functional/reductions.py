@@ -1,8 +1,8 @@
-"""Reductions other than sum and mean, and cumulative sums.
+"""Cumulative sums, and all reductions except sum and mean.
 
-The host finds extrema, for which a GPU has to wait, and :func:`gather` picks them, so only the
-picked element (the first among equals) gets a gradient. All other reductions are composed of sums.
-16-bit floats are computed in float32 and rounded once.
+The host finds the extrema, so a GPU has to wait; :func:`gather` picks them, so only the picked
+element (the first among equals) gets a gradient. All other reductions are composed of sums. 16-bit
+floats are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dims = int | Sequence[int] | None
 
 
 class ValuesIndices(NamedTuple):
-    """Elements, and their indices along the dimension (int64).
+    """The elements found, and their int64 indices along the dimension.
 
     Examples
     --------

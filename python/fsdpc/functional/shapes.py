@@ -1,4 +1,4 @@
-"""Split, join, pad, reorder and repeat tensors, and compute einsum of two."""
+"""Split, join, pad, reorder and repeat tensors, and compute the einsum of two tensors."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _pad_one(x: Tensor, axis: int, before: int, after: int, mode: str, value: fl
 
 
 def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
-    """Return a copy with the elements along dimensions in reverse order.
+    """Return a copy with the elements along the given dimensions reversed.
 
     Examples
     --------
@@ -167,7 +167,7 @@ def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
 
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
-    """Shift elements along a dimension; elements beyond its end wrap around to the beginning.
+    """Shift elements along a dimension; those shifted past its end wrap around to the beginning.
 
     Examples
     --------
@@ -213,7 +213,7 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
 
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
-    """Repeat each element along a dimension, with its copies next to each other.
+    """Repeat each element along a dimension, keeping its copies adjacent.
 
     Examples
     --------
@@ -284,7 +284,7 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int]:
 def one_hot(ids: Tensor, num_classes: int) -> Tensor:
     """Encode class ids as one-hot int64 vectors: (...) -> (..., num_classes).
 
-    On a GPU, ids are not checked, because that would require waiting; an invalid id gives zeros.
+    On a GPU, ids are not checked, because that would require waiting; an invalid id yields zeros.
 
     Raises
     ------

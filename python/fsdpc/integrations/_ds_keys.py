@@ -14,7 +14,7 @@ Kind = Literal["used", "nothing", "refused"]
 
 
 class Key(NamedTuple):
-    """How a key is handled, and the sentence about it in the docs' table."""
+    """How a key is handled, and the sentence that describes it in the docs' table."""
 
     kind: Kind
     says: str
@@ -222,7 +222,7 @@ _DEFAULT: dict[str, tuple[Any, ...]] = {
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten a configuration into (dotted key, value) pairs, as deep as the table's keys."""
+    """Flatten a configuration into (dotted key, value) pairs, to the depth of the table's keys."""
     for name, value in config.items():
         key = prefix + name
         inside = any(known.startswith(key + ".") for known in KEYS)

@@ -1,4 +1,4 @@
-"""How a trainer divides a model into units, and how a folder stores the model."""
+"""Dividing a trainer's model into units, and storing the model in a folder."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _materialise(module: nn.Module) -> None:
 
 
 def no_sync(module: nn.Module) -> ExitStack:
-    """Return a context in which no inner unit reduces its gradients."""
+    """Return a context manager in which no inner unit reduces its gradients."""
     stack = ExitStack()
     for m in module.modules():
         if isinstance(m, FSDPModule):
@@ -117,7 +117,7 @@ def no_sync(module: nn.Module) -> ExitStack:
 
 
 def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Make an optimizer that was created before sharding update the sharded pieces.
+    """Replace an optimizer's parameters, which it got before sharding, with the sharded pieces.
 
     Raises
     ------

@@ -38,7 +38,7 @@ _OTHERS = {
 
 
 class WholeStateOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer with unsharded tensors, by index, in its state dict (collective).
+    """Accelerate's optimizer, whose state dict contains unsharded tensors by index (collective).
 
     An optimizer for the unsharded model can load this state dict, and vice versa, on any number of
     ranks.
@@ -75,7 +75,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the states on all ranks; inside, any rank may call ``state_dict()`` on its own."""
+        """Gather the states; inside the block, any rank may call ``state_dict()`` on its own."""
         self._gathered = self.state_dict()
         try:
             yield

@@ -266,7 +266,7 @@ def _scheduler(said: Mapping[str, Any], given: Any, optimizer: Any) -> Any:
 class DeepSpeedEngine:
     """The engine that :func:`initialize` returns: a sharded model that counts its backward passes.
 
-    Any other attribute or method is the model's. It is not an ``nn.Module``.
+    All other attributes and methods are the model's. It is not an ``nn.Module``.
 
     Attributes
     ----------
@@ -358,7 +358,7 @@ class DeepSpeedEngine:
 
     @property
     def global_samples(self) -> int:
-        """The number of sequences so far, over all ranks and steps."""
+        """The number of sequences processed so far, over all ranks and steps."""
         return self.global_steps * self._batch[0]
 
     def fp16_enabled(self) -> bool:

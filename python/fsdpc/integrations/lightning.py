@@ -47,7 +47,7 @@ _MODEL = "model"  # the model's name in a folder, as Lightning's consolidate_che
 
 
 class FsdpcStrategy(DDPStrategy):
-    """Shards a LightningModule over a Trainer's ranks.
+    """Shards a LightningModule across a Trainer's ranks.
 
     Parameters
     ----------
@@ -165,12 +165,12 @@ class FsdpcStrategy(DDPStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return full parameters on rank 0, or every rank's rows (collective)."""
+        """Return full parameters on rank 0, or each rank's rows (collective)."""
         assert self.lightning_module is not None
         return _model_state(self.lightning_module, self._sharded)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return full states on rank 0, indexed as in torch, or every rank's rows (collective)."""
+        """Return full states on rank 0, indexed as in torch, or each rank's rows (collective)."""
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -230,7 +230,7 @@ class FsdpcStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "fsdpc"; the base class registers its own names."""
+        """Register the name "fsdpc"; the base class registers its own names."""
         strategy_registry.register("fsdpc", cls, description="units sharded by fsdpc")
 
 
@@ -346,7 +346,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "fsdpc"; the base class keeps its own names."""
+        """Register the name "fsdpc"; the base class keeps its own names."""
         strategy_registry.register("fsdpc", cls, description="units sharded by fsdpc")
 
 
@@ -397,14 +397,14 @@ def _refuse_callbacks(trainer: Trainer) -> None:
 
 
 def _model_state(module: nn.Module, sharded: bool) -> dict[str, Any]:
-    """Return every rank's rows, or full parameters on rank 0 (collective)."""
+    """Return each rank's rows, or full parameters on rank 0 (collective)."""
     if sharded:
         return get_model_state_dict(module, sharded=True)
     return get_model_state_dict(module, rank0_only=True)
 
 
 def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[str, Any]:
-    """Return every rank's rows, or the unsharded optimizer's full states on rank 0 (collective)."""
+    """Return each rank's rows, or the unsharded optimizer's full states on rank 0 (collective)."""
     if sharded:
         return get_optimizer_state_dict(module, optimizer, sharded=True)
     states = get_optimizer_state_dict(module, optimizer, rank0_only=True)
@@ -412,14 +412,14 @@ def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[s
 
 
 def _named(module: nn.Module, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-    """Return the states in a file by parameter name; a consolidated folder's already have names."""
+    """Key a file's states by parameter name; those from a consolidated folder already are."""
     if all(isinstance(name, str) for group in states["param_groups"] for name in group["params"]):
         return states
     return rekey(states, module, optimizer, by_name=True)
 
 
 def _parts_of(state: Mapping[str, Any]) -> tuple[str, nn.Module, dict[str, Any]]:
-    """Return the only sharded model in a state, its key, and the optimizers."""
+    """Return the key and module of a state's only sharded model, and the optimizers."""
     models = [(k, m) for k, m in state.items() if isinstance(m, nn.Module) and _units.is_sharded(m)]
     if len(models) != 1:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Support for torchtitan's decoders, through a model's ``parallelize_fn`` over :mod:`fsdpc.torch`.
+"""Support for torchtitan's decoders: a ``parallelize_fn`` based on :mod:`fsdpc.torch`.
 
 ``model_spec = use(model_spec)`` makes a torchtitan trainer shard with fsdpc. This module does not
-import torchtitan; it reads arguments by their names in version 0.3. Tensor, context, pipeline and
-expert parallelism are not supported.
+import torchtitan; it uses the argument names of version 0.3. Tensor, context, pipeline and expert
+parallelism are not supported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
-    """Checkpoint activations and shard, like torchtitan's own function (collective).
+    """Checkpoint activations and shard the model, as torchtitan's own function does (collective).
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def parallelize(
 
 
 def _shard(model: Any, options: dict[str, Any], reshard: str) -> None:
-    """Make units of the embedding, each layer, the norm with the head, and everything else."""
+    """Make units of the embedding, each layer, the norm and head together, and the remainder."""
     if reshard not in ("default", "always", "never"):
         raise ValueError(f"fsdp_reshard_after_forward is default, always or never: {reshard!r}")
     inner = {**options, "reshard_after_forward": reshard != "never"}

@@ -35,7 +35,7 @@ _REFUSED = {
 
 
 class ShardedTrainer:
-    """Mixin class that shards; list it before any ``transformers.Trainer`` subclass, such as TRL's.
+    """A sharding mixin; list it before ``transformers.Trainer`` or a subclass, such as TRL's.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ SHOWN_LINES = 30
 
 
 class Report(NamedTuple):
-    """A rank's message: `kind` is "ok" (`value` is the result), or "error" or "skip" (a text)."""
+    """A rank's message; `value` is the result if `kind` is "ok", or text for "error" and "skip"."""
 
     kind: str
     value: object
@@ -37,14 +37,14 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How the ranks ended: their reports (None if there is none), failures, and any timeout."""
+    """How the ranks ended: their reports (or None), the failures, and whether the time ran out."""
 
     reports: list[Report | None]
     failures: list[Failure]
     timed_out: bool
 
     def describe(self) -> str:
-        """Join the failed ranks' texts without duplicates, the first failure on top."""
+        """Join the failed ranks' texts without duplicates, starting with the first failure."""
         first = next((failure.rank for failure in self.failures if failure.first), None)
         alike: dict[str, list[int]] = {}
         for failure in sorted(self.failures, key=lambda failure: (not failure.first, failure.rank)):
@@ -72,10 +72,10 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def refuse_unsafe_fork() -> None:
     """Raise RuntimeError with the reason if forking this process is unsafe.
 
-    The engine's threads do not survive a fork, although the child's memory lists them, and a CUDA
-    context is unusable there. NumPy's BLAS threads are safe: OpenBLAS restarts them. Torch's thread
-    pool is not safe and cannot be detected, so :func:`use_no_torch_threads` keeps ranks from using
-    it.
+    The engine's threads do not survive a fork, although the child's memory still lists them, and a
+    CUDA context cannot be used in the child. NumPy's BLAS threads are safe: OpenBLAS restarts them.
+    Torch's thread pool is not safe and cannot be detected, so :func:`use_no_torch_threads` keeps
+    ranks from using it.
     """
     core = sys.modules.get("fsdpc._core")
     count = core.engine_threads() if hasattr(core, "engine_threads") else 0
@@ -98,8 +98,8 @@ def use_no_torch_threads() -> None:
     """Make torch compute without its OpenMP pool in a forked rank.
 
     A child that enters a parallel region of its parent's pool waits forever for threads that do not
-    exist. With a single thread, torch never enters such a region; its DataLoader workers use the
-    same setting.
+    exist. With a single thread, torch never enters a parallel region; its DataLoader workers use
+    the same setting.
     """
     torch = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads"):

@@ -26,7 +26,7 @@ from fsdpc.launching.process import STOPS, Started, fork_rank
 
 
 class Job(NamedTuple):
-    """A test to run: its function, number of ranks and hosts, fixtures, and working directory."""
+    """A test to run: its function, numbers of ranks and hosts, fixtures, and working directory."""
 
     name: str
     ranks: int
@@ -44,7 +44,7 @@ Call = Callable[[Job], Report]
 class ForkServer:
     """The parent's handle to the server process, which runs :func:`_serve`.
 
-    The server runs ``call(job)`` on every rank; its return value is the rank's report.
+    The server runs ``call(job)`` on every rank; the return value becomes the rank's report.
     """
 
     def __init__(self, call: Call) -> None:
@@ -75,7 +75,7 @@ class ForkServer:
         return pickle.loads(answer)
 
     def close(self) -> None:
-        """Tell the server to end, and wait for it."""
+        """Stop the server and wait for it to exit."""
         self._socket.close()
         try:
             os.waitpid(self._started.pid, 0)
@@ -102,7 +102,7 @@ def _pickle_job(job: Job) -> bytes:
 
 
 def _serve(channel: socket.socket, call: Call) -> None:
-    """Run jobs until the other end closes."""
+    """Run jobs until the other end of the socket is closed."""
     gc.freeze()  # otherwise each rank's collections would copy all imported pages
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     while (request := _receive(channel)) is not None:

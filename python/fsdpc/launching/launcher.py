@@ -1,7 +1,7 @@
 """Start ranks on this machine to run a script (:func:`run`) or a function (:func:`launch`).
 
 Both functions set torchrun's variables on every rank (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
-:func:`fsdpc.init` reads. They print the ranks' output as it arrives, prefixing each line with its
+:func:`fsdpc.init` reads. Both print the ranks' output as it arrives, prefixing each line with its
 rank. However the ranks end, no process is left behind.
 """
 
@@ -39,7 +39,7 @@ BAD_USAGE = 2  # the exit code for invalid arguments
 
 
 class LaunchError(RuntimeError):
-    """Raised if at least one :func:`launch` rank fails: docs/troubleshooting.md#exceptions.
+    """Raised if a rank of :func:`launch` fails: docs/troubleshooting.md#exceptions.
 
     Attributes
     ----------
@@ -234,7 +234,7 @@ def run(
 
 
 class _Ending(NamedTuple):
-    """How the ranks ended, which signals arrived meanwhile, and why a fork failed."""
+    """How the ranks ended, the signals received meanwhile, and the error of a failed fork."""
 
     supervisor: Supervisor
     received: list[int]
@@ -290,11 +290,11 @@ def _run_once(
 
 
 def _share_of_cores(ranks: int) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each of `ranks`, or an empty dict if it is already set.
+    """Return OMP_NUM_THREADS for `ranks` ranks, or an empty dict if it is already set.
 
-    The engine chooses the same number itself. By default OpenMP (torch) uses all cores on every
-    rank, and its threads spin: with two ranks on two cores, small models' steps took 100 times as
-    long.
+    The engine itself chooses the same number. By default OpenMP (torch) uses all cores on every
+    rank, with spinning threads: with two ranks on two cores, steps of small models took 100 times
+    as long.
     """
     if os.environ.get("OMP_NUM_THREADS"):
         return {}

@@ -9,7 +9,7 @@ stop within ``STOP_S``, the caller ends all ranks. If a rank replies with an err
 be waiting for it, so they are stopped after ``FAIL_S``.
 
 Note [order]. A rank prints to a pipe and displays objects through its channel. Before displaying an
-object, it flushes all printed text; then it waits until the object is displayed.
+object, a rank flushes all printed text; then it waits until the object is displayed.
 """
 
 from __future__ import annotations

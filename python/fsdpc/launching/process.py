@@ -1,7 +1,8 @@
 """A rank process, from the fork until its own code starts.
 
-Every rank leads its own process group, so that ending a rank also ends its child processes. Its
-stdout and stderr go through one pipe to the parent, in the order written; stdin is empty.
+Every rank leads its own process group, so that ending a rank also ends its child processes. A
+rank's stdout and stderr go through one pipe to the parent, in the order written; its stdin is
+empty.
 
 Note [leash]. A rank must not outlive its launcher, even if SIGKILL kills the launcher.
 PR_SET_PDEATHSIG is tied to the parent's thread (a notebook's worker thread may end) and does not
@@ -125,7 +126,7 @@ def _tie_to_parent(leash: int) -> None:
 
 def _take_over(output: int, env: Mapping[str, str]) -> None:
     """Give the child its own streams, signals and environment."""
-    # If the parent had no standard streams, streams that it opened itself may use our descriptors.
+    # If the parent had no standard streams, streams that it opened may use descriptors 0 to 2.
     _parents_streams.extend((sys.stdin, sys.stdout, sys.stderr))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -150,9 +151,9 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
 
 
 def enable_stacks() -> None:
-    """Print Python's stacks when this process crashes.
+    """Print Python stacks if this process crashes.
 
-    Python 3.14 would add C stacks, which push Python's out of the last lines shown.
+    Python 3.14 would add C stacks, which push the Python stacks out of the last lines shown.
     """
     options = {"c_stack": False} if sys.version_info >= (3, 14) else {}
     faulthandler.enable(file=2, all_threads=True, **options)

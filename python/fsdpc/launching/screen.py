@@ -81,12 +81,12 @@ class Screen:
         return columns(self._stream) - 1 if self._is_terminal else len(self._line)
 
     def _clear(self) -> str:
-        """Return the text that clears the line, which is empty if the stream is not a terminal."""
+        """Return text that clears the line, or "" if the stream is not a terminal."""
         drawn, self._drawn = self._drawn, 0
         return " " * drawn + "\r" if drawn and self._is_terminal else ""
 
     def _draw(self) -> str:
-        """Return text that draws the line and moves to its start; "" after unfinished output."""
+        """Return text that draws the line and moves to its start, or "" after unfinished output."""
         if not self._at_start:
             return ""
         shown, before = self._line[: self._width()], self._drawn
@@ -95,7 +95,7 @@ class Screen:
 
 
 class _Above:
-    """Replaces ``sys.stdout`` or ``sys.stderr`` if it writes to the same terminal as a screen."""
+    """A replacement for ``sys.stdout`` or ``sys.stderr`` on the same terminal as a screen."""
 
     def __init__(self, screen: Screen, stream: TextIO) -> None:
         self._screen, self._stream = screen, stream
@@ -113,7 +113,7 @@ class _Above:
 
 @contextmanager
 def above(screen: Screen) -> Iterator[None]:
-    """Make Python print above the last line of a ``sys.stdout`` screen, and finally close it."""
+    """Make prints appear above the last line of a ``sys.stdout`` screen; close it at the end."""
     before = sys.stdout, sys.stderr
     alike = sys.stderr is not None and sys.stderr.isatty() == sys.stdout.isatty()
     sys.stdout = _Above(screen, sys.stdout)

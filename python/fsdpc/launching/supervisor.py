@@ -11,8 +11,8 @@ One loop in the calling thread waits for all ranks' output, results and exits. T
 - a stop (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to all groups, which are killed after `grace`; a
   second Ctrl-C kills at once;
 - ranks that catch SIGTERM or SIGUSR1 have unlimited time to save: `grace` begins when the first of
-  them ends, or at a second SIGTERM. The signal goes only to the rank process, because it would kill
-  data loader workers.
+  them ends, or at a second SIGTERM. The signal is sent only to the rank process, because it would
+  kill data loader workers.
 
 The first rank to end is not always the one that failed *first*. A rank that dies with gigabytes of
 memory ends only once they are freed, and peers that noticed its death may end before it. A rank
@@ -61,7 +61,7 @@ class Rank:
         return self.code is None
 
     def ending(self) -> str:
-        """How the rank ended, in words."""
+        """A description of how the rank ended."""
         if self.code is None:
             return "still running"
         if self.code < 0:
@@ -70,7 +70,7 @@ class Rank:
 
 
 class CannotStart(OSError):
-    """Raised if a process, memory or a descriptor for a rank is not available."""
+    """Raised if there are not enough processes, memory or descriptors to start a rank."""
 
 
 class Supervisor:
@@ -112,7 +112,7 @@ class Supervisor:
         os.write(self._news, NEWS)
 
     def start(self, env: dict[str, str], body: Body) -> None:
-        """Fork the next rank, which runs ``body(result_fd)``; raises CannotStart."""
+        """Fork the next rank, which runs ``body(result_fd)``; may raise CannotStart."""
         inherited = [fd for rank in self.ranks for fd in self._descriptors(rank)]
 
         def informed(result: int) -> None:
@@ -141,7 +141,7 @@ class Supervisor:
             os.killpg(started.pid, self._stopping)
 
     def watch(self) -> None:
-        """Serve all ranks until every one has ended."""
+        """Serve the ranks until all of them have ended."""
         ticked = time.monotonic()
         while any(rank.running for rank in self.ranks):
             self.serve()
@@ -157,7 +157,7 @@ class Supervisor:
         self._check_deadlines()
 
     def stop(self, signum: int) -> None:
-        """Forward a signal to all ranks; kill those that do not end, by this module's rules."""
+        """Forward a signal to all ranks; kill those that do not end, as described at the top."""
         again = self._stopping not in (None, signal.SIGUSR1)
         if not again:
             self._stopping = signum

@@ -1,4 +1,4 @@
-"""Attention for models; fused, except for weight dropout and for windows on GPUs."""
+"""Attention for models, fused except with weight dropout or with windows on GPUs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _each_document(
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, dropout: float = 0.0) -> Tensor:
-    """Apply attention over the keys that are not masked.
+    """Attend to the keys that are not masked.
 
     Parameters
     ----------

@@ -53,7 +53,7 @@ class KeyValueCache:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate (B, T, heads, D) by (T, D / 2) tables or, for new tokens, by (B, D / 2) tables.
 
-        New tokens each have their own position: the batch replaces the token dimension.
+        Each new token has its own position, so the batch replaces the token dimension.
         """
         if not self.begun:
             return _core.rotary(x, cos, sin)

@@ -152,8 +152,8 @@ class ModelConfig:
         """Return the training FLOPs per token in a causal sequence of ``seq`` tokens.
 
         6 x (matmul parameters, including a tied head) + attention 6 L d s, where d is the total
-        size of all heads. It counts forward and backward with only the causal half of the attention
-        matrix, and ignores windows.
+        size of all heads. The count covers forward and backward with only the causal half of the
+        attention matrix, and ignores windows.
         """
         width = self.heads * self.head_dim
         return 6.0 * self.matmul_parameters() + 6.0 * self.layers * width * seq

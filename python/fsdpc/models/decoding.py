@@ -1,4 +1,4 @@
-"""Text generation, token by token with a cache, from a language model, sharded or not."""
+"""Token-by-token text generation with a cache, for sharded and unsharded language models."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
 
 
 def is_collective(model: nn.Module) -> bool:
-    """Return whether the model's forward gathers parameters over several ranks."""
+    """Return whether the model's forward gathers parameters from several ranks."""
     if not distributed.is_initialized() or distributed.world_size() == 1:
         return False
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]

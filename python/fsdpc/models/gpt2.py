@@ -200,9 +200,9 @@ class GPT2(LanguageModel):
     ) -> Tensor:
         """Return logits (B, T, vocab_size), or the mean loss if targets (B, T) are given.
 
-        With a cache, which the call extends, it returns the newest tokens' logits, (B, 1,
-        vocab_size). With document lengths, documents do not attend to each other, and positions
-        restart in each.
+        With a cache, which the call extends, it returns only the newest tokens' logits, of shape
+        (B, 1, vocab_size). With document lengths, documents do not attend to each other, and
+        positions restart in each.
         """
         ids = as_ids(ids, self.config)
         t = self.transformer

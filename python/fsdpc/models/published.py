@@ -275,7 +275,7 @@ _LLAMA_ONLY = {
 
 
 def differences(a: ModelConfig, b: ModelConfig, gpt2: bool) -> list[str]:
-    """Return the fields, with both values, by which two configurations differ in their results."""
+    """Return the differing fields that affect a model's results, with both values."""
     left_out = _QUIET | (_LLAMA_ONLY if gpt2 else _GPT2_ONLY)
     a, b = _plain(a, gpt2), _plain(b, gpt2)
     names = [f.name for f in fields(ModelConfig) if f.name not in left_out]

@@ -58,7 +58,7 @@ class RopeScaling:
             raise ValueError(f"original_max_seq must be at least 1, got {self.original_max_seq}")
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
-        """Return scaled frequencies in radians per token: float32, (dim / 2)."""
+        """Return scaled frequencies in radians per token: float32, shape (dim / 2)."""
         factor = np.float32(self.factor)
         if self.kind == "linear":
             return frequencies / factor
@@ -69,7 +69,7 @@ class RopeScaling:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Return a head's rotary frequencies in radians per token: float32, (head_dim / 2)."""
+    """Return a head's rotary frequencies in radians per token: float32, shape (head_dim / 2)."""
     exponents = np.arange(0, head_dim // 2, dtype=np.float32) * np.float32(2)
     plain = (1.0 / theta ** (exponents / np.float32(head_dim))).astype(np.float32)
     return plain if scaling is None else scaling.apply(plain)

@@ -1,8 +1,9 @@
-"""Check that gradients are correct and weights equal: one unit per check, against plain sums.
+"""Check gradients against plain sums, one unit per check, and check that replicas are equal.
 
-The engine reduces in its own order, buffers and dtype. A check recomputes the result independently:
-hooks capture each rank's autograd gradients for the unit's unsharded parameters, and a plain
-all-reduce sums them in float64. The result must equal the reduced gradient, except for rounding.
+The engine reduces gradients in its own order, with its own buffers and dtype. A check recomputes
+the result independently: hooks capture each rank's autograd gradients for the unit's unsharded
+parameters, and a plain all-reduce sums them in float64. The result must equal the reduced gradient,
+except for rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fsdpc._core import MismatchError
 from fsdpc.nn.module import Module
 from fsdpc.nn.parameter import full_grad
 
-# Number of rounding errors in a gradient, in units in the last place, that may add up.
+# The rounding error allowed in a gradient, in units in the last place.
 _ROUNDINGS = 8.0
 _PLACES = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _SMALLEST = {"float16": 2.0**-24}  # for dtypes in which small gradients vanish
@@ -26,7 +27,7 @@ _SMALLEST = {"float16": 2.0**-24}  # for dtypes in which small gradients vanish
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """The result of a check, equal on all ranks; ``text`` is empty if the check passed.
+    """The result of a check, the same on all ranks; ``text`` is empty if the check passed.
 
     ``unit`` is the unit whose gradients were compared, ``largest`` the largest difference as a
     fraction of what rounding explains.

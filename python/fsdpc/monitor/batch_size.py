@@ -1,4 +1,4 @@
-"""Find the largest batch that fits, on ranks that are discarded.
+"""Find the largest batch that fits, using ranks that are discarded afterwards.
 
 A rank that runs out of memory inside a step leaves its peers in a collective that never ends, and
 their shared state is lost. Each size is therefore tried in a separate world, which succeeds or

@@ -3,7 +3,7 @@
     FSDPC_FAULT_ENABLE=1 FSDPC_FAULT="rank 2: kill at backward of layers.3 in step 7" \\
         fsdpc run --ranks 4 train.py
 
-Scripts need no change. If FSDPC_FAULT is not set, nothing is checked. If it is set but
+Scripts need no change. If FSDPC_FAULT is not set, nothing is checked. If FSDPC_FAULT is set but
 FSDPC_FAULT_ENABLE is not, sharding raises an error, so a forgotten variable cannot end a real run.
 """
 
@@ -100,7 +100,7 @@ def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...
 
 
 def watch(modules: Iterable[Any], frontend: Frontend) -> None:
-    """Install this rank's faults in a unit's modules; sharding calls it.
+    """Install this rank's faults in a unit's modules; called during sharding.
 
     Ranks that restart after a failure inject no faults, because the drill tests whether they
     continue.
@@ -120,9 +120,9 @@ def _planned() -> tuple[Fault, ...]:
 
 
 def name_missing(module: Any) -> None:
-    """Report faults whose unit does not exist, on rank 0, and suggest similar unit names.
+    """On rank 0, report faults whose unit does not exist, and suggest similar unit names.
 
-    The outermost module calls it after its units are named.
+    Called by the outermost module after its units are named.
     """
     if distributed.rank() != 0:
         return

@@ -120,7 +120,7 @@ class FlightRecorder:
         self._hook(kind, error, trace)
 
     def _try_to_write(self, reason: str, stack: list[str]) -> None:
-        """Write unless a write is in progress; report errors: a full disk must not end a run."""
+        """Write unless already writing; report errors, because a full disk must not end a run."""
         if self._is_writing:
             return
         self._is_writing = True
@@ -142,7 +142,7 @@ class FlightRecorder:
 
 
 def take(model: Any, reason: str, since: int, stack: list[str]) -> dict[str, Any]:
-    """Return this rank's operations since a :func:`time.monotonic_ns` time, as JSON-ready values.
+    """Return this rank's operations since a :func:`time.monotonic_ns` time, as values for JSON.
 
     Parameters
     ----------

@@ -55,7 +55,7 @@ class Logger:
         raise NotImplementedError("a logger defines write(step, values)")
 
     def close(self) -> None:
-        """Close the logger; everything logged is already written."""
+        """Close the logger; everything logged has already been written."""
 
     def __enter__(self) -> Logger:
         """Return the logger, which is closed at the end of the block."""
@@ -71,7 +71,7 @@ class Logger:
 
 
 class JsonLines(Logger):
-    """Writes one JSON object per line: ``step``, ``time`` (clock time) and values, NaN as null.
+    """Writes one JSON object per line: ``step``, wall-clock ``time`` and values (NaN as null).
 
     Parameters
     ----------

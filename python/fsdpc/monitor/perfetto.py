@@ -1,7 +1,7 @@
 """Draw all ranks' operations as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-Each rank is a process. Its tracks are, from the top: the user's marks, host computation, waits,
-gathers, and reductions. Spans that overlap within a track are drawn on additional lines.
+Each rank is a process. Its tracks, from top to bottom, are the user's marks, host computation,
+waits, gathers, and reductions. Spans that overlap within a track are drawn on separate lines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The operation's first word, such as "wait" for "wait for gather"."""
+        """The first word of the operation's name, such as "wait" for "wait for gather"."""
         return _kind(self.operation)
 
 
@@ -104,7 +104,7 @@ def _kind(o: Operation) -> str:
 
 
 def _lines(found: list[Span], nests: bool) -> list[list[Span]]:
-    """Distribute spans over lines so that none overlap; nesting is allowed if `nests` is set."""
+    """Distribute spans over lines so that none overlap; if `nests` is set, spans may nest."""
     lines: list[tuple[list[Span], list[int]]] = []  # with the ends of the open spans
     for span in sorted(found, key=lambda s: (s.begin, -s.end)):
         line = next((each for each in lines if _fits(span, each[1], nests)), None)

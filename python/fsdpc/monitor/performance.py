@@ -1,8 +1,8 @@
 """Measure a run's speed in tokens and FLOPs per second, and as a fraction of the peak.
 
 There are several ways to count FLOPs. :data:`FORMULAS` contains ours and those from published
-studies. They differ in whether they count the output layer and the half of the attention matrix
-that is masked. Compare MFU values only if they use the same formula and peak.
+studies. The formulas differ in whether they count the output layer and the half of the attention
+matrix that is masked. Compare MFU values only if they use the same formula and peak.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def peak_of(name: str) -> float:
 
 
 class PerformanceTracker:
-    """Measures a run's speed, leaving out its first steps.
+    """Measures a run's speed, excluding its first steps.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ MISSING = "plots need matplotlib: pip install matplotlib"
 
 
 class Run(NamedTuple):
-    """A run's name, and the steps and numbers of each of its values."""
+    """A run's name and, for each of its values, the steps and numbers."""
 
     name: str
     values: dict[str, dict[int, float]]
@@ -338,14 +338,14 @@ class LivePlot(Logger):
         self._shown: Any = None  # the notebook's output
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Add a step's values, and redraw if it is time."""
+        """Add a step's values, and redraw if a redraw is due."""
         self._run.add(step, values.items())
         self._is_new = True
         if self._is_due():
             self.draw()
 
     def follow(self, path: str | os.PathLike[str]) -> Callable[[], None]:
-        """Return a function that reads new lines from a JSON lines file and draws.
+        """Return a function that reads new lines from a JSON lines file and plots them.
 
         Parameters
         ----------
@@ -434,7 +434,7 @@ def check_installed() -> None:
 
 
 def _in_notebook() -> bool:
-    """Return whether this is a notebook kernel, not a fork of one, or a %%ranks rank."""
+    """Return whether this is a notebook kernel (but not a fork of one) or a %%ranks rank."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "shows_in_notebook", False):
         return True

@@ -29,7 +29,7 @@ Event = tuple[str, int, int, int, int, bool]
 
 
 class Profile:
-    """A profile, from :func:`profile`; printing it shows how each rank spent its time.
+    """A profile from :func:`profile`; printing it shows how each rank spent its time.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Profile:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Profile:
-        """Begin; each rank does so independently."""
+        """Start recording; each rank does so independently."""
         self._before = _core.trace_resize(self.events, True)
         self._since = time.monotonic_ns()
         if "fsdpc.torch" in sys.modules:  # torch's optimizer steps, unseen by the engine

@@ -68,7 +68,7 @@ class StabilizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Stabilized:
-    """The outcome of a step, equal on all ranks.
+    """The outcome of a step, the same on all ranks.
 
     ``reason`` is empty if the step was taken, otherwise "loss", "norm" or "nonfinite"; ``text``
     explains it. For "nonfinite", ``names`` are the parameters whose gradients contain NaN or
@@ -121,7 +121,8 @@ class TrainingStabilizer:
     to find the reason. The window contains this rank's own losses, so a jump on any rank skips the
     step on all ranks.
 
-    Use it with bfloat16: in float16, an infinite loss would make the loss scaler shrink the scale.
+    Use the stabilizer with bfloat16: in float16, an infinite loss would make the loss scaler shrink
+    the scale.
 
     Examples
     --------
@@ -180,7 +181,7 @@ class TrainingStabilizer:
     def watch(self, loss: Any) -> Any:
         """Return the loss to call ``backward`` on, without reading it; call it in each micro-step.
 
-        The result equals the loss, or is infinite if the loss exceeds :attr:`limit`.
+        The result is the loss itself, or infinity if the loss exceeds :attr:`limit`.
         """
         kept = loss.detach()
         self._losses.append(kept)
@@ -305,7 +306,7 @@ def _badness(loss: float) -> float:
 
 
 def _nonfinite(model: Any) -> list[str]:
-    """Name the parameters whose gradients have NaN or infinity on any rank (collective)."""
+    """Name the parameters whose gradients contain NaN or infinity on any rank (collective)."""
     if isinstance(model, Module):
         norms = clip.grad_norms(model, math.inf)
         return [name for name, norm in norms.items() if not math.isfinite(norm)]

@@ -167,7 +167,7 @@ class Hooked:
         return handle
 
     def _method(self) -> Callable[..., Any]:
-        """Return the function that a call runs, which is forward with any hooks around it."""
+        """Return the function that a call runs: forward, surrounded by any hooks."""
         return self._hooked if self.__dict__.get("_call_hooks") else self.forward
 
     def _hooked(self, *args: Any, **kwargs: Any) -> Any:

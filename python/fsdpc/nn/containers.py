@@ -84,7 +84,7 @@ class ModuleList(Module):
         self._renumber(modules)
 
     def _renumber(self, modules: list[Module]) -> None:
-        """Store these modules by index; check first that no unit would lose a module."""
+        """Store these modules by index, after checking that no unit would lose a module."""
         after = {str(i): module for i, module in enumerate(modules)}
         for name in dict.fromkeys([*self._modules, *after]):
             if self._modules.get(name) is not after.get(name):

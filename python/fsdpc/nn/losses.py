@@ -94,7 +94,7 @@ class MSELoss(_Loss):
     """
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Two tensors of one shape -> scalar, or that shape without reduction."""
+        """Map two tensors of one shape to a scalar, or to that shape without reduction."""
         return F.mse_loss(x, target, self.reduction)
 
 
@@ -135,7 +135,7 @@ class BCEWithLogitsLoss(_Loss):
         self.register_buffer("pos_weight", pos_weight)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Logits and probabilities of one shape -> scalar, or that shape without reduction."""
+        """Map logits and probabilities to a scalar, or to their shape without reduction."""
         return F.binary_cross_entropy_with_logits(
             x, target, self.weight, self.reduction, self.pos_weight
         )

@@ -208,7 +208,7 @@ class Module(Hooked):
                     yield (f"{path}.{name}" if path else name), b
 
     def _persistent(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield state dict entries without gathering; a tied parameter appears under every name."""
+        """Yield state dict entries without gathering; a tied parameter appears under each name."""
         for path, module in self.named_modules():
             prefix = f"{path}." if path else ""
             transient = module.__dict__.get("_transient", ())
@@ -392,7 +392,7 @@ class Module(Hooked):
         return missing, unexpected
 
     def _optional_states(self) -> set[str]:
-        """Return names that a strict load does not require; the module keeps their values."""
+        """Return names that a strict load does not require, and whose values the module keeps."""
         return {
             f"{name}.{each}" if name else each
             for name, module in self.named_modules()
@@ -503,7 +503,7 @@ def check_real(values: Mapping[str, Any]) -> None:
 
 
 def float_tensor(value: Any) -> Tensor:
-    """Return a value as a tensor for parameters and states, with integers as float64."""
+    """Convert a parameter or state value to a tensor; integers become float64."""
     source = value if isinstance(value, Tensor) else _core.tensor(np.ascontiguousarray(value))
     return source if source.dtype.is_floating_point else source.double()
 

@@ -17,8 +17,8 @@ class deferred_init:
 
     Inside the context, a new parameter has only a shape and a dtype, and records how to initialise
     itself. ``fully_shard`` then initialises only each rank's rows; ``Module.materialize``
-    initialises an unsharded module. Both produce the same values as parameters created outside the
-    context.
+    initialises an unsharded module. Both methods produce the same values as parameters created
+    outside the context.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
                 p[self.zero_row] = 0
 
     def fill_unit(self, unit: _core.Unit, index: int) -> None:
-        """Draw this rank's rows into a unit."""
+        """Draw the values of this rank's rows in a unit."""
         unit.init(index, *self[:5])
         if self.zero_row is None:
             return
@@ -120,7 +120,7 @@ class Parameter(Tensor):
     def local(self) -> Tensor:
         """This rank's rows in the original dtype, or the whole parameter before it is sharded.
 
-        It shares the engine's memory, so the next forward sees values that you write to it.
+        The tensor shares the engine's memory, so the next forward sees values that you write to it.
         """
         return self if self._unit is None else self._unit.local(self._index)
 
@@ -133,8 +133,8 @@ class Parameter(Tensor):
     def grad(self) -> Tensor | None:
         """The gradient of the local rows, averaged over ranks, or None if there is none.
 
-        A gradient kept after ``zero_grad()`` does not change, unless gradients are offloaded or a
-        step was captured (:func:`fsdpc.graph_step`), in which case backward overwrites it.
+        A gradient kept after ``zero_grad()`` normally does not change. Backward overwrites it if
+        gradients are offloaded or a step was captured (:func:`fsdpc.graph_step`).
         """
         if self._unit is None:
             return Tensor.grad.__get__(self)

@@ -108,7 +108,7 @@ class MultiheadAttention(Module):
         return y, weights.mean(1).to(y.dtype) if need_weights and weights is not None else None
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
-        """Return queries, keys and values, (batch, heads, tokens, dim)."""
+        """Return queries, keys and values, each of shape (batch, heads, tokens, dim)."""
         n, parts = self.embed_dim, []
         same = all(x is inputs[0] for x in inputs)
         joined = _core.linear(inputs[0], self.in_proj_weight, self.in_proj_bias) if same else None

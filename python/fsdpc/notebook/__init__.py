@@ -1,4 +1,4 @@
-"""Ranks for a notebook: ``%load_ext fsdpc``, then ``%ranks 2``, and ``%%ranks`` atop cells.
+"""Run ranks from a notebook: ``%load_ext fsdpc``, ``%ranks 2``, then ``%%ranks`` atop cells.
 
 The ranks run until ``%ranks stop``, so a cell can use anything that earlier cells defined on them.
 docs/notebooks.md shows how to work with them. Only this package imports IPython.

@@ -27,7 +27,7 @@ READ_HERE = "bring numbers or arrays back, or import what it needs in the notebo
 
 
 def why_not_fork() -> str | None:
-    """Return the reason that ranks cannot be forked, or None if they can."""
+    """Return why ranks cannot be forked, or None if they can."""
     try:
         refuse_unsafe_fork()
     except RuntimeError as error:
@@ -257,7 +257,7 @@ class RankMagics(Magics):
         raise RankError(text, [*_told(errors), *([f"RankError{after}"] if after else [])], texts)
 
     def _leave_world(self) -> str:
-        """Make all ranks leave the failed world; return a message about the consequences."""
+        """Make all ranks leave the failed world, and return a message about the consequences."""
         assert self._pool is not None
         self._pool.ask({rank: {"kind": "leave"} for rank in range(self._count)}, Silent())
         return (
@@ -274,12 +274,12 @@ def _stopped(text: str) -> KeyboardInterrupt:
 
 
 def _is_echo(error: Any) -> bool:
-    """Return whether a rank failed only because another one did."""
+    """Return whether a rank failed only because another rank did."""
     return bool(error["blames_peer"] or error["is_stop"])
 
 
 def _told(errors: dict[int, Any]) -> list[str]:
-    """Return each distinct traceback once, under its ranks, and one line for any echoes of it."""
+    """Return each distinct traceback once, with its ranks; knock-on failures get one line each."""
     alike: dict[Any, list[int]] = {}
     for rank, error in errors.items():
         alike.setdefault((error["type"], tuple(error["frames"])), []).append(rank)

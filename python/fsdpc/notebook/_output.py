@@ -42,7 +42,7 @@ def show(shell: Any, message: Message) -> None:
 
 
 def _compared(message: Message) -> str:
-    """Return a key for comparing two ranks' displays."""
+    """Return a key by which two ranks' displayed objects can be compared."""
     return ADDRESS.sub("0x", repr(sorted(message.get("data", {}).items())))
 
 

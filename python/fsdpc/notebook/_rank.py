@@ -37,7 +37,7 @@ CELL = re.compile(r"<ipython-input-")
 def pickler() -> Any:
     """Return cloudpickle if installed, because it can pickle notebook functions; otherwise pickle.
 
-    Each module can load what the other dumps.
+    Either module can load the other's pickles.
     """
     try:
         import cloudpickle
@@ -74,7 +74,7 @@ class _Host:
             self._in_cell = False
 
     def request(self) -> Message | None:
-        """Wait for the next cell; return None if the notebook has closed its end."""
+        """Wait for the next cell, and return None if the notebook has closed its end."""
         while (message := self._channel.receive()) is not None:
             if message["kind"] != "shown":  # from a thread
                 break
@@ -119,7 +119,7 @@ class _Publisher(DisplayPublisher):
 
 class _Hook(DisplayHook):
     def write_output_prompt(self) -> None:
-        """Do nothing: the notebook prints the cell number."""
+        """Do nothing, because the notebook prints the cell number."""
 
     def write_format_data(self, format_dict, md_dict=None) -> None:  # type: ignore[no-untyped-def]
         self.shell.host.show(data=format_dict, metadata=md_dict or {}, transient={}, update=False)
@@ -141,7 +141,7 @@ class RankShell(InteractiveShell):
         self.caught = [str(line) for line in stb]
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Do nothing: ranks have no windows."""
+        """Do nothing, because ranks have no windows."""
 
     @classmethod
     def make(cls, host: _Host, colors: str) -> RankShell:
@@ -221,7 +221,7 @@ def _numbered(code: str) -> str:
 
 
 def load(name: str, data: bytes, where: str, advice: str) -> Any:
-    """Pickle a value, or raise a ValueError that says what failed and what to do about it."""
+    """Unpickle a value, or raise a ValueError that says what failed and how to fix it."""
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -256,7 +256,7 @@ def _describe(error: BaseException, shown: list[str]) -> Message:
 
 
 def _has_ended_world(error: BaseException, frames: list[tuple[str, int | None]]) -> bool:
-    """Return whether the world is unusable: the engine reported it, or Ctrl-C hit a collective.
+    """Return whether the world is unusable after an engine error, or after Ctrl-C in a collective.
 
     Ctrl-C in a training step is different: the next forward completes or discards that step, or
     raises if it can do neither.

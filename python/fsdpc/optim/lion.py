@@ -9,7 +9,7 @@ from fsdpc.optim.optimizer import Optimizer, bounded, check_betas
 
 
 class Lion(Optimizer):
-    """Lion, which steps by the sign of the momentum; it has one state and decoupled weight decay.
+    """Lion, which steps by the sign of the momentum, with one state and decoupled weight decay.
 
     Parameters
     ----------

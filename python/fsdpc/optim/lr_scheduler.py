@@ -1,9 +1,9 @@
 """Learning rate schedules.
 
 A scheduler multiplies each parameter group's initial learning rate by a factor that depends on the
-step. It works with any optimizer whose ``param_groups`` is a list of dicts that contain ``"lr"``.
-Call ``step()`` once after every optimizer step. After its last step, a schedule keeps the minimum
-learning rate.
+step. A scheduler works with any optimizer whose ``param_groups`` is a list of dicts that contain
+``"lr"``. Call ``step()`` once after every optimizer step. After its last step, a schedule keeps the
+minimum learning rate.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class WarmupStableDecay(LRScheduler):
         super().__init__(optimizer)
 
     def factor(self, step: int, group: int) -> float:
-        """Return the multiplier at a step; see :meth:`LRScheduler.factor`."""
+        """Return the factor at a step; see :meth:`LRScheduler.factor`."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         into_decay = step - self.warmup - self.stable

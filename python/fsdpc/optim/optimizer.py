@@ -123,7 +123,7 @@ class Optimizer:
         raise NotImplementedError("an optimizer says what its options may be")
 
     def _refuse_strays(self) -> None:
-        """Raise if each rank would train its own copies of some parameters next to sharded ones."""
+        """Raise if ranks would train their own copies of some parameters next to sharded ones."""
         strays = [
             self._plain[id(p)].label
             for p in self._params()
@@ -170,7 +170,7 @@ class Optimizer:
         own.momentum = own.momentum or "momentum_buffer" in states
 
     def _plain_states(self, p: Parameter) -> dict[str, _core.Tensor]:
-        """Return the states of a parameter without a unit, creating any that are missing."""
+        """Return an unsharded parameter's states, creating any that are missing."""
         own = self._plain[id(p)]
         names = self._core.state_names(self._group_of[id(p)])
         dtype = _core.float64 if p.dtype is _core.float64 else self._state_dtype
@@ -202,7 +202,7 @@ class Optimizer:
     # ---- states ----
 
     def state(self, p: Parameter) -> dict[str, Any]:
-        """Return the step count and copies of this rank's state rows, or None before a step.
+        """Return the step count and copies of this rank's state rows (None before the first step).
 
         Parameters
         ----------

@@ -125,7 +125,7 @@ def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 def full_states(
     optimizer: Optimizer, p: Parameter, wanted: str | None = None
 ) -> Iterator[tuple[str, _core.Tensor]]:
-    """Yield (name, full value) for each state of a parameter, or only for ``wanted``."""
+    """Yield (name, full value) for each state of a parameter, or only for the state ``wanted``."""
     for k, name in enumerate(optimizer._state_names(p)):
         own = optimizer._view(p, k, name)
         if own is not None and wanted in (None, name):

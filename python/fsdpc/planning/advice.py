@@ -84,7 +84,7 @@ LADDERS = (_states, _offloads, _shorter, _adapters)
 
 @dataclass(frozen=True, kw_only=True)
 class Advised:
-    """Changes that make the model fit, with the choice that results from them."""
+    """Changes that make the model fit, and the resulting choice."""
 
     changes: tuple[Change, ...]
     choice: Choice
@@ -162,7 +162,7 @@ def _search(case: Case) -> tuple[Advised, ...]:
 
 
 class _Tries:
-    """Plans changed configurations, and computes only once what several of them share."""
+    """Plans changed configurations, caching results that several of them share."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

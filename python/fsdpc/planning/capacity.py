@@ -1,4 +1,4 @@
-"""Which models fit on given GPUs: the table printed by ``fsdpc plan --gpus``."""
+"""The table printed by ``fsdpc plan --gpus``, which lists the models that fit on given GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The clock that plays a recorded step: the bytes each operation moves over each link, and when.
+"""The clock that replays a recorded step and computes when each operation moves its bytes.
 
-:mod:`fsdpc.simulate` passes a step that the engine recorded. From it, the clock computes the step's
-duration, the rank's waits, and the times at which each operation ran.
+:mod:`fsdpc.simulate` passes a step that the engine recorded. From this record, the clock computes
+the step's duration, the rank's waits, and the times at which each operation ran.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 class Network:
-    """Computes the bytes an operation sends over each link, and how long it takes by itself."""
+    """Computes the bytes that an operation sends over each link, and its uncontended duration."""
 
     def __init__(
         self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str,
@@ -67,7 +67,7 @@ class Network:
     def _crossing(
         self, group: HostGroup, bytes_to_each: float, inside: float = 0.0, header: bool = True
     ) -> Load:
-        """Return the load if every host sends this many bytes to each other host."""
+        """Return the load if every host sends this many bytes to every other host."""
         hosts, local_size, per_host = group
         messages = (1 + header) * (hosts - 1)
         headers = local_size * self.messages["header"] if header else 0
@@ -106,7 +106,7 @@ class Network:
 
 @dataclass
 class Operation:
-    """An operation in progress: seconds of latency, then seconds on its link if nothing shares it.
+    """An operation in progress: its latency, then its time on an unshared link, in seconds.
 
     ``kind`` is what the engine posted for ``unit``, "" for notes; ``begin`` and ``end`` are the
     times when it began and ended.
@@ -142,8 +142,8 @@ class _Sent:
 class Clock:
     """Plays a recorded step: one thread computes and waits while operations run concurrently.
 
-    Operations of one kind run in order. Operations of different kinds run concurrently and share
-    the links.
+    Operations of the same kind run in order. Operations of different kinds run concurrently and
+    share the links.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Clock:
             self.waits.append(Wait(what, begin, self.now))
 
     def _move(self, until: float, awaited: Operation | None) -> None:
-        """Advance all operations to a given time, or until one of them ends."""
+        """Advance all operations to a given time, or until the awaited one ends."""
         while self.now < until and not (awaited and awaited.done):
             heads = [q for q in self.streams.values() if q and (not q[0].after or q[0].after.done)]
             if not heads:

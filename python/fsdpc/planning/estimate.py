@@ -15,7 +15,7 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate:
-    """Bytes per rank, and bytes sent per step, excluding activations.
+    """Bytes of memory per rank, excluding activations, and bytes sent per step.
 
     ``parts`` follows the arithmetic of the ZeRO paper: parameters and gradients in the compute
     dtype and fp32 states, each either whole or divided by the world size; ``published`` is their
@@ -60,7 +60,7 @@ class Estimate:
         )
 
     def _repr_html_(self) -> str:
-        """Return a picture of the memory to display in notebooks."""
+        """Return a picture of the memory, for display in notebooks."""
         more = [("published", int(self.published)), ("sent a step", int(self.sent))]
         held = [(name, int(n)) for name, n in self.held.items()]
         return memory_picture.picture(f"{self.strategy}: held by a rank", held, more)
@@ -215,7 +215,7 @@ class TrainingCost:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table to display in notebooks."""
+        """Return a table, for display in notebooks."""
         return html.fields("cost of a run", {
             "hours": f"{self.hours:,.1f}", "hours of all ranks": f"{self.rank_hours:,.0f}",
             "money": f"{self.cost:,.0f}",

@@ -1,7 +1,7 @@
 """The parameter rows that each rank owns, for any model and number of ranks.
 
-The engine computes the layout: for each rank, a unit with the same shapes is created on a device
-that computes and stores nothing, and its tables are read (csrc/engine/layout.h).
+For each rank, this module creates a unit with the same shapes on a device that computes and stores
+nothing, and reads the engine's layout from its tables (csrc/engine/layout.h).
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class ShardingLayout:
     """A model's units, outermost first, with the part of each parameter that every rank owns.
 
     ``mesh`` is (replicate, shard). A piece's ``rank`` is the rank within a shard group; world ranks
-    ``rank + k * shard`` hold the same rows. It prints as a table; in a notebook it shows a picture.
+    ``rank + k * shard`` hold the same rows. It prints as a table and is displayed as a picture in
+    notebooks.
 
     Examples
     --------
@@ -146,7 +147,7 @@ class ShardingLayout:
         save(path, self.title, self._repr_html_())
 
     def _repr_html_(self) -> str:
-        """Return a picture to display in notebooks."""
+        """Return a picture, for display in notebooks."""
         return sharding_picture.picture(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Draws memory by category for notebooks: one bar, labelled with numbers.
+"""Draws memory by category for notebooks, as one bar labelled with numbers.
 
 The picture is an SVG image without scripts or styles. Text inherits the page's colour, so it is
 readable on light and dark pages.
@@ -65,7 +65,7 @@ def picture(title: str, parts: Sequence[Part], more: Sequence[Part] = ()) -> str
 
 
 def size(n: int, total: int) -> str:
-    """Format bytes in the total's unit: GiB from 10 GiB on, KiB below 1 MiB, otherwise MiB."""
+    """Format bytes in the total's unit: GiB from 10 GiB, MiB from 1 MiB, and KiB below that."""
     if total < 2**20:
         return f"{n / 2**10:,.2f} KiB"
     return f"{n / 2**30:,.2f} GiB" if total >= 10 * 2**30 else f"{n / 2**20:,.2f} MiB"

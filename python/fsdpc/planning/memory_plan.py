@@ -28,7 +28,7 @@ STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
 
 class HostGroup(NamedTuple):
-    """The ranks of one operation: hosts, ranks per host, and how many such groups share a host."""
+    """The ranks of an operation: hosts, ranks per host, and the number of such groups per host."""
 
     hosts: int
     local_size: int
@@ -63,7 +63,7 @@ class MemoryPlan:
     a sum. ``staging`` is memory for transfers to and from a disk. ``file`` is on the disk and
     ``pinned`` in host memory next to a GPU; neither counts in the total. ``activation`` is the peak
     of forward and backward, if a batch was given. ``units`` lists the modules that are units. The
-    plan prints as a table; in a notebook it shows a picture.
+    plan prints as a table and is displayed as a picture in notebooks.
 
     Examples
     --------
@@ -135,15 +135,15 @@ class MemoryPlan:
         return replace(self, hosts=hosts).for_device(self.device)
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
-        """Return the plan for deterministic mode with n micro-steps per step, including its sums.
+        """Return the plan for deterministic mode with n micro-steps, including the sums it keeps.
 
-        A step that reads gradients between micro-steps may keep one sum more than this.
+        A step that reads gradients between micro-steps may keep one more sum than this.
         """
         return replace(self, _micro_steps=n).for_device(self.device)
 
     @property
     def total(self) -> int:
-        """The sum of all categories, on the rank that the parameter buffer is charged to."""
+        """The sum of all categories, on the rank that is charged for the parameter buffer."""
         engine = self.unsharded + self.master + self.grad + self.state + self.reduce + self.staging
         return engine + (self.activation or 0)
 
@@ -174,7 +174,7 @@ class MemoryPlan:
         return "\n".join([*lines, self._described()])
 
     def _repr_html_(self) -> str:
-        """Return a picture to display in notebooks."""
+        """Return a picture, for display in notebooks."""
         title = f"memory of a rank, {self._described()}"
         return memory_picture.picture(title, self._parts(), self._beside())
 
@@ -193,7 +193,7 @@ class _PlannedUnit(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """The engine's inputs for a plan, to ask again for other devices and host counts."""
+    """The engine's inputs for a plan, kept to compute it for other devices and host counts."""
 
     units: list[_PlannedUnit]
     mesh: tuple[int, int]

@@ -1,6 +1,6 @@
 """Recommend the strategy, mesh, recomputation, offload and micro-batch for a training run.
 
-Every choice's memory is planned to the byte, and those that fit are simulated on the engine's own
+Every choice's memory is planned to the byte, and choices that fit are simulated on the engine's own
 schedule. This module does not model memory or time itself. All choices train on batches of the same
 size, so the fastest step is the best.
 """
@@ -33,10 +33,10 @@ from fsdpc.tensors.device import check_device, get_default_device
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plans:
-    """All choices, as a table: those that fit, fastest first, then the others by memory.
+    """A table of all choices: first those that fit, by step time, then the others, by memory.
 
     ``tokens`` is the number of tokens per step over all ranks, ``limit`` the memory limit per rank
-    in bytes. In a notebook it shows a table and a picture of the fastest step.
+    in bytes. In a notebook it is displayed as a table and a picture of the fastest step.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class Plans:
     case: Case = field(repr=False, compare=False)
 
     def save(self, path: str | os.PathLike[str], rows: int = 10) -> None:
-        """Write an HTML page of pictures: shard owners, memory, and the step over time.
+        """Write an HTML page with pictures of shard owners, memory, and the step over time.
 
         Parameters
         ----------
@@ -72,7 +72,7 @@ class Plans:
         Path(path).write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """Return a table and a picture to display in notebooks."""
+        """Return a table and a picture, for display in notebooks."""
         return plan_page.summary(self, 10)
 
     @property
@@ -93,7 +93,7 @@ class Plans:
         return first
 
     def advise(self) -> Advice:
-        """Look for changes that make the model fit, if it does not fit or only just does.
+        """Look for changes that make the model fit, if it does not fit or only barely fits.
 
         Changes include bf16 optimizer states, offload (also of gradients), shorter sequences and
         LoRA, and combinations of these if one is not enough. Printing the result lists them.

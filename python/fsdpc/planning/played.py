@@ -3,7 +3,7 @@
 Only kernels and peers are replaced; units, epochs, prefetches, reductions and the optimizer's step
 are the engine's own. Peers are simulated, and memory is counted but never touched. The trace
 records the order in which operations were posted, where the program waited for them, and how many
-floating point operations came before.
+floating point operations preceded them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEPS = 3  # the first records; the second is the first to replay the record
 
 
 class Event(NamedTuple):
-    """An engine event on a unit (a kind from csrc/base/trace.h) and the FLOPs before it."""
+    """An engine event on a unit, with its kind (see csrc/base/trace.h) and the FLOPs before it."""
 
     kind: str
     unit: int
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Activation bytes before event ``at`` of a step, and the peak since the previous sample."""
+    """The activation bytes before event ``at`` of a step, and their peak since the last sample."""
 
     at: int
     now: int
@@ -147,7 +147,7 @@ def _play(
 
 
 class _Sampler:
-    """Samples trace and memory when a unit's forward ends and when its backward begins.
+    """Samples the trace and the memory after each unit's forward and before its backward.
 
     Each sample resets the peaks; the maximum over all samples is the peak of the recorded steps.
     """

@@ -40,7 +40,7 @@ class Schedule:
     Two schedules are equal if they have the same order and distance, and the same actions for each
     unit and phase. The comparison ignores when a gather or a sum begins relative to other units,
     because that depends on the distance and on when ranks arrive. ``diff`` describes the first
-    difference. A schedule prints as a list; in a notebook it shows a picture.
+    difference. A schedule prints as a list and is displayed as a picture in notebooks.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Schedule:
         return ""
 
     def _repr_html_(self) -> str:
-        """Return a picture of the actions to display in notebooks."""
+        """Return an image of the actions, for display in notebooks."""
         return schedule_picture.picture(self)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Draws a recorded schedule: one line per unit, with the engine's actions in order."""
+"""Draws a recorded schedule, with one line per unit and the engine's actions in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws a sharding layout: one strip per parameter, coloured by owning rank.
+"""Draws a sharding layout, with one strip per parameter, coloured by owning rank.
 
 To keep pictures of large models readable, identical neighbours are drawn once. With many ranks,
 each piece of a strip represents several ranks, which its tooltip lists.
@@ -22,7 +22,7 @@ INDENT = 14
 
 
 class Folded(NamedTuple):
-    """A unit drawn once for all its ``names``, which have equal parameters and inner units."""
+    """A drawing that represents all units in ``names``, with equal parameters and inner units."""
 
     unit: UnitLayout
     names: tuple[str, ...]

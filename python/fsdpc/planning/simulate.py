@@ -162,7 +162,7 @@ class Simulation:
         return Comparison(a=self, b=other, limit=limit)
 
     def _repr_html_(self) -> str:
-        """Return a picture of the step to display in notebooks."""
+        """Return a picture of the step, for display in notebooks."""
         return self.timeline._repr_html_()
 
     @property
@@ -380,7 +380,7 @@ def _batch_shape(model: Any, shape: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _units(model: Any, o: SimulateOptions) -> tuple[WrapPolicy, str]:
-    """Return the modules that are units; call the policy only once each because it may count."""
+    """Return the units' modules, calling a possibly stateful policy only once per module."""
     own = {} if o.reshard_after_forward is None else {
         "reshard_after_forward": o.reshard_after_forward
     }  # fmt: skip

@@ -6,7 +6,7 @@ cycles.
 
 A full garbage collection visits every object in the process, which takes half a second if torch and
 transformers are imported, and `plan` would need dozens. Automatic collection is therefore disabled
-meanwhile: new objects stay in the youngest generation, and only that generation is collected.
+during planning: new objects stay in the youngest generation, and only that generation is collected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LEAVES = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionTy
 class Snapshot:
     """Saves the state of everything reachable from an object, and restores it when the block ends.
 
-    It keeps references rather than copies, so in-place writes to arrays are not undone. Tensors,
-    arrays, classes, functions and imported modules are not searched. Objects that the block created
-    and dropped are freed afterwards, including those in cycles.
+    The snapshot keeps references rather than copies, so in-place writes to arrays are not undone.
+    Tensors, arrays, classes, functions and imported modules are not searched. Objects that the
+    block created and dropped are freed afterwards, including those in cycles.
     """
 
     def __init__(self, root: Any) -> None:

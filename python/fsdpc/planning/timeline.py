@@ -23,7 +23,7 @@ HELD = ("unsharded", "master", "grad", "state", "reduce", "staging")
 
 
 class Span(NamedTuple):
-    """An interval of a step, in seconds from its beginning, and any bytes sent.
+    """An interval of a step, in seconds from the step's beginning, and any bytes sent in it.
 
     ``lane`` is "compute" (``what``: forward, recompute, backward, optimizer), "wait" (gather,
     reduce, agree), "gather", "reduce" (reduce, all_reduce) or "free" (reshard; an instant).
@@ -46,7 +46,7 @@ class Activations(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Bytes of gathered parameters in use from a time, in seconds; included in ``unsharded``."""
+    """Bytes of gathered parameters in use from ``begin`` (seconds); part of ``unsharded``."""
 
     begin: float
     bytes: float
@@ -54,7 +54,7 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Rank 0's step, in seconds and bytes; displayed as a picture in notebooks.
+    """Rank 0's step, in seconds and bytes, displayed as a picture in notebooks.
 
     ``held`` is the bytes, by class, that are constant during the step; ``sharing_ranks`` ranks on a
     host share the parameter buffer. ``limit``, in bytes per rank including its share of the
@@ -111,7 +111,7 @@ class Timeline:
         save(path, self.title, self._repr_html_())
 
     def _repr_html_(self) -> str:
-        """Return a picture to display in notebooks."""
+        """Return a picture, for display in notebooks."""
         return timeline_picture.picture([self])
 
     def __str__(self) -> str:

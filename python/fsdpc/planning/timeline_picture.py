@@ -1,4 +1,4 @@
-"""Draws a step: lanes of operations above the memory in use, on one time axis."""
+"""Draws a step, with lanes of operations above the memory in use, on one time axis."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def wrapped(options: str, width: int = 76) -> list[str]:
 
 
 def activations(case: Case) -> dict[tuple[Any, int], int]:
-    """Return bytes by recomputation (least first) and micro-batch (largest first)."""
+    """Return activation bytes by recomputation (least first) and micro-batch (largest first)."""
     found = {}
     for which in _checkpoints(case.model):
         with _recomputing(case.model, which):
@@ -130,7 +130,7 @@ def activations(case: Case) -> dict[tuple[Any, int], int]:
 
 
 def _checkpoints(model: Any) -> tuple[str | float | None, ...]:
-    """Return the recomputation to try, only None if blocks recompute already or do not exist."""
+    """Return the recomputations to try: only None without blocks or if they already recompute."""
     blocks = _blocks(model)
     plain = blocks and not any("forward" in block.__dict__ for block in blocks)
     return CHECKPOINTS if plain else CHECKPOINTS[:1]
@@ -164,7 +164,7 @@ class Sharding(NamedTuple):
 
 
 class Way:
-    """A way to shard: the engine's memory, and the choices of recomputation and micro-batch."""
+    """A way to shard, with its engine memory and its choices of recomputation and micro-batch."""
 
     def __init__(self, case: Case, sharding: Sharding) -> None:
         self.case = case

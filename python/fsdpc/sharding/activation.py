@@ -15,7 +15,7 @@ __all__ = ["checkpoint", "checkpoint_activations"]
 def checkpoint_activations(
     modules: Iterable[Module], which: str | int | float | Callable[[Module], bool] = "all"
 ) -> int:
-    """Make modules save only their inputs, and run their forward again in backward.
+    """Make modules save only their inputs and rerun their forward in backward.
 
     Parameters
     ----------

@@ -74,7 +74,7 @@ class FSDPModule:
         return unit.call(method, args, kwargs)
 
     def _repr_html_(self) -> str:
-        """Return a picture of the parts each rank owns, to display in notebooks."""
+        """Return a picture of the parts that each rank owns, for display in notebooks."""
         return html.drawn("sharded module", self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -113,9 +113,9 @@ class FSDPModule:
     def hold(self) -> Iterator[None]:
         """Freeze the whole model's weights; entering and leaving are collective.
 
-        Inside, forwards under ``no_grad()`` do not communicate, so each rank may run a different
-        number of them, for example to evaluate or to generate text. Optimizer steps and forwards
-        with gradients raise an error.
+        Inside the block, forwards under ``no_grad()`` do not communicate, so each rank may run a
+        different number of them, for example to evaluate or to generate text. Optimizer steps and
+        forwards with gradients raise an error.
         """
         self._fsdpc_join()
         self._fsdpc_unit.hold(True)
@@ -197,7 +197,7 @@ class FSDPModule:
         self._fsdpc_unit.divide_factor = float(factor)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Raise an error: epochs already order gathers after optimizer steps, on every device."""
+        """Raise an error, because epochs already order gathers after steps, on every device."""
         raise NotImplementedError(
             "set_post_optim_event: gathers are ordered after optimizer steps by the engine's "
             "epochs, so there is no event to wait for; drop the call"
@@ -244,7 +244,7 @@ def plain_class(cls: type) -> type:
 
 
 def make_root(module: Any) -> None:
-    """Join all units of the outermost module around this one, when any unit is first called."""
+    """Join all units of the outermost enclosing module; runs when any unit is first called."""
     module = outermost(module)
     refuse_fresh(module, module.named_parameters())
     name_units(module)

@@ -1,7 +1,7 @@
 """``fully_shard``: shard parameters, gradients and optimizer states over ranks.
 
 A sharded module is a unit, whose parameters are gathered for its forward and backward and freed
-afterwards. The engine (csrc/engine) decides when; this file creates the unit according to rules.py
+afterwards. The engine (csrc/engine) decides when; this file creates the unit as rules.py specifies
 and routes the module's calls through the engine.
 """
 
@@ -39,7 +39,7 @@ def fully_shard(
 ) -> M:
     """Shard a module's parameters over ranks, in place; collective.
 
-    Call it on submodules first (each becomes a unit with its own all-gather), then on the whole
+    Call this on submodules first (each becomes a unit with its own all-gather), then on the whole
     model; create the optimizer afterwards.
 
     Parameters

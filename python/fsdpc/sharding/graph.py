@@ -58,9 +58,9 @@ class GraphStep:
     def replay(self) -> None:
         """Run the step again on the current contents of its tensors.
 
-        It uses the current optimizer options, such as a scheduled learning rate, and advances the
-        step counts. It waits for the other ranks to begin the same replay but not for the GPU;
-        reading the loss does.
+        The replay uses the current optimizer options, such as a scheduled learning rate, and
+        advances the step counts. It waits for the other ranks to begin the same replay, but only
+        reading the loss waits for the GPU.
 
         Raises
         ------
@@ -134,9 +134,9 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     numbers in each replay. Python code in the block does not run again, so schedulers, counters and
     data loading belong outside. Until the graph is dropped, it reserves the memory that existed
     when the block began or that the block allocated (``other_bytes`` of :func:`memory_stats`). A
-    graph therefore needs about as much extra memory as an ordinary step. If another library owns
-    the memory of tensors that existed at the block's start (DLPack), it gets the memory back when
-    the graph is dropped.
+    graph therefore needs about as much extra memory as an ordinary step. If a tensor that existed
+    when the block began uses another library's memory (DLPack), the library gets it back when the
+    graph is dropped.
 
     Examples
     --------

@@ -67,7 +67,7 @@ class DeviceMesh:
         return f"DeviceMesh({sizes})"
 
     def _repr_html_(self) -> str:
-        """Return a picture of the grid to display in notebooks."""
+        """Return a picture of the grid, for display in notebooks."""
         return html.mesh(self)
 
 

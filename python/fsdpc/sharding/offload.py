@@ -17,7 +17,7 @@ CLASSES = ("params", "masters", "optimizer", "gradients")
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """Where to keep a unit's arrays; by default on the compute device, as in FSDP2.
+    """Where to keep a unit's arrays, by default on the compute device as in FSDP2.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ _tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakV
 
 
 def planned(policy: Any, device: str) -> _core.Offload | None:
-    """Return a device's policy as units expect it, without a file, or None if it has no effect."""
+    """Convert a policy to the form that units expect, without a file; None if it has no effect."""
     on_disk, on_host = getattr(policy, "on_disk", ()), getattr(policy, "on_host", ())
     if on_disk:
         return None, *(name in on_disk for name in CLASSES), float(policy.fraction)

@@ -1,6 +1,6 @@
 """The rules of ``fully_shard`` that the native and torch frontends share.
 
-Modules are from ``fsdpc.nn`` or torch. Both have ``named_modules()``, ``named_children()``,
+Modules are from ``fsdpc.nn`` or torch. Both kinds have ``named_modules()``, ``named_children()``,
 ``_parameters`` and ``forward``. A sharded module also has ``_fsdpc_unit`` in its ``__dict__``.
 """
 
@@ -40,7 +40,7 @@ drills: list[Drill] = []
 
 
 class ShardedError(AssertionError, TypeError, ValueError):
-    """Raised if a module is sharded but must not be, or the reverse.
+    """Raised if a module is sharded but must not be, or is not sharded but must be.
 
     The page docs/troubleshooting.md#exceptions explains what to do.
     PyTorch raises AssertionError for some of these cases and ValueError for others; Python raises
@@ -153,7 +153,7 @@ def outside_units(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def inside_of(modules: Sequence[Any]) -> Inside:
-    """Return the modules in a future unit, excluding those in inner units."""
+    """Return the modules that a unit will contain, excluding those in inner units."""
     seen: set[int] = set()
     many = len(modules) > 1
     return [
@@ -164,7 +164,7 @@ def inside_of(modules: Sequence[Any]) -> Inside:
 
 
 def collect(inside: Inside, ignored: Iterable[Any], check: Callable[[str, Any], None]) -> Found:
-    """Return a future unit's parameters without the ignored ones; tied parameters appear once.
+    """Return the parameters that a unit will contain, without ignored ones; tied ones appear once.
 
     ``check`` is called with a name and a parameter, and raises if it cannot be sharded.
     """

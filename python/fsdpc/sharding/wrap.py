@@ -104,7 +104,7 @@ def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
 def units_by(
     policy: Callable[[str, Any], dict[str, Any] | None], modules: Iterable[Any]
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return the units chosen by a policy: a submodule and its options for each.
+    """Return the units that a policy chooses, as submodules with their options.
 
     Children come first, and the list is complete before any unit is sharded.
 

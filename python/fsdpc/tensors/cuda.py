@@ -2,8 +2,8 @@
 
 The plugin ``libfsdpc_cuda.so`` is at ``FSDPC_CUDA_PLUGIN``, next to the extension if fsdpc was
 built with ``FSDPC_CUDA=1``, or in a ``fsdpc-cuda13`` package of the same version. ``import fsdpc``
-does not open it; the first call here does. It provides a device, its kernels and a transport, which
-:func:`fsdpc.set_default_device` selects for this process.
+does not open it; the first call here does. The plugin provides a device, its kernels and a
+transport, which :func:`fsdpc.set_default_device` selects for this process.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def describe() -> str:
 
 
 def describe_nccl() -> str:
-    """Return one line about the NCCL library that was found, or why none was.
+    """Return one line about the NCCL library that was found, or why none was found.
 
     Returns
     -------

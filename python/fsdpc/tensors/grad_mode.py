@@ -21,7 +21,7 @@ class _GradMode(ContextDecorator):
 
 
 class no_grad(_GradMode):
-    """Disable the recording of operations; a context manager and a decorator.
+    """Disable the recording of operations; usable as a context manager or a decorator.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class no_grad(_GradMode):
 
 
 class enable_grad(_GradMode):
-    """Enable the recording of operations; a context manager and a decorator.
+    """Enable the recording of operations; usable as a context manager or a decorator.
 
     Examples
     --------

@@ -1,6 +1,6 @@
 """Train two models side by side and find their first difference.
 
-A side is a native or torch model, sharded or not. Both sides' full values are converted to NumPy
+Each side is a native or torch model, sharded or not. Both sides' full values are converted to NumPy
 one tensor at a time, in the order they are computed: loss, gradients, norm, parameters, optimizer
 states. This module never imports torch: a caller with a torch model has already done so.
 """
@@ -60,7 +60,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How much two values may differ; a value passes if any of these limits allows it.
+    """Limits on the difference between two values, which passes if any of them allows it.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class Difference:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table to display in notebooks."""
+        """Return a table, for display in notebooks."""
         ulp = "not finite" if self.ulp is None else f"{self.ulp:,} ulp of {self.dtype}"
         return html.fields("the first difference", {
             "where": f"step {self.step}, rank {self.rank}: {self.what} {self.name}".rstrip(),
@@ -158,7 +158,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Value:
-    """Numbers as float64, which represents every dtype used here exactly, and their dtype."""
+    """A tensor's values as float64, which represents every dtype here exactly, and its dtype."""
 
     numbers: np.ndarray
     dtype: str
@@ -492,7 +492,7 @@ def _steps_between(x: np.ndarray, y: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _ordered(numbers: np.ndarray, dtype: str) -> np.ndarray:
-    """Map numbers of a dtype to integers in the same order: 0 to 0, and neighbours 1 apart."""
+    """Map numbers of a dtype to integers in the same order, with 0 at 0 and neighbours 1 apart."""
     with np.errstate(over="ignore"):
         if dtype == "float64":
             bits, low = numbers.view(np.int64), 63

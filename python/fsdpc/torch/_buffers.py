@@ -1,7 +1,7 @@
 """Recompute the buffers that ``to_empty()`` left empty, or raise an error that names them.
 
 State dicts do not contain non-persistent buffers, such as rotary tables. Without this module, users
-of meta-device models would have to fill them in.
+of meta-device models would have to fill in these buffers themselves.
 """
 
 from __future__ import annotations

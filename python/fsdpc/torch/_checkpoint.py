@@ -128,7 +128,7 @@ def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
 
 
 class _Access(StateAccess):
-    """Code shared by the two kinds of optimizer states."""
+    """Code shared by the two classes that access optimizer states."""
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.optimizer = optimizer
@@ -176,7 +176,7 @@ class _FlatAccess(_Access):
 
 
 class _TorchAccess(_Access):
-    """Access to torch's own elementwise optimizers, over pieces or whole parameters.
+    """Access to torch's own elementwise optimizers, whose parameters may be pieces or whole.
 
     If an optimizer does not count its steps (SGD), the checkpoint records one step if states exist.
     """

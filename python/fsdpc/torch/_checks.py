@@ -25,7 +25,7 @@ from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dt
 
 @cache
 def log_once(text: str) -> None:
-    """Warn once, on rank 0, that an option has no effect; call after sharding joins the ranks."""
+    """Warn once, on rank 0, that an option has no effect; call this after the ranks have joined."""
     rank = distributed.rank() if distributed.is_initialized() else torch.distributed.get_rank()
     if rank == 0:
         logging.getLogger("fsdpc.torch").warning(text)
@@ -211,7 +211,7 @@ _RUNNING = (_forward.run.__code__, nn.Module._call_impl.__code__)
 
 
 def check_place(modules: list[nn.Module]) -> None:
-    """Raise if called in backward, or in the forward of a module or of one that encloses it."""
+    """Raise if called in backward, or in the forward of a given module or an enclosing one."""
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError("fully_shard inside backward: shard before training")
     frame = sys._getframe()

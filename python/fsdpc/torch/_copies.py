@@ -1,4 +1,4 @@
-"""Copies of pieces and values of state dicts, both with DTensor's ``full_tensor()``."""
+"""Copies of pieces, and state dict values, both of which have DTensor's ``full_tensor()``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _looked_at(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class PieceCopy(LocalRows):
-    """Rows of a parameter copy; moves, conversions and arithmetic keep this class."""
+    """Rows of a parameter copy; moves, conversions and arithmetic preserve this class."""
 
     _fsdpc_what = "a copy of a parameter"
 

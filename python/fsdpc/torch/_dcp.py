@@ -1,9 +1,9 @@
 """Lets ``torch.distributed.checkpoint`` (DCP) save and load rows of a larger tensor.
 
 As with DTensor, DCP's planners get a tensor's pieces from three methods and compare ``size()`` with
-the full shape in the file. They drop duplicate writes, which have the same name and offsets.
-Replicas are therefore written once, whereas the ranks' rows are all written because their offsets
-differ. A rank without rows writes and reads nothing.
+the full shape in the file. The planners drop duplicate writes, which are those with the same name
+and offsets. Replicas are therefore written only once, while every rank's rows are written because
+their offsets differ. A rank without rows writes and reads nothing.
 
 Asynchronous saves copy tensors first, so ``new_empty()`` preserves the class. Operations that would
 return plain tensors raise an error, because DCP would mistake the results for whole tensors.

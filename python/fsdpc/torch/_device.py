@@ -1,4 +1,4 @@
-"""The engine's device in torch's terms, and the order of the two libraries' work on it.
+"""The engine's device in torch's terms, and the ordering of both libraries' work on it.
 
 A CPU needs no synchronisation. GPU kernels run asynchronously, and torch's run on its current
 stream. Whenever torch calls the engine, its current stream therefore becomes the engine's main
@@ -124,7 +124,7 @@ class Lent:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether more objects refer to the memory than ``users``."""
+        """Return whether more than ``users`` objects refer to the memory."""
         return self.users is not None and self.count_users() > self.users
 
     def take(self) -> int:

@@ -1,4 +1,4 @@
-"""Detect parameters that were initialised piece by piece from identical generators.
+"""Detect parameters whose pieces were initialised with identical random numbers.
 
 After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` draws from the same random
 numbers on every rank. Different rows then get the same values, and so do different parameters if
@@ -7,7 +7,7 @@ compare the first elements of all pieces that were written directly rather than 
 parameter. If two ranks' elements are the same up to a scale factor, and not constant, the ranks
 raise an error.
 
-This misses writes through ``.data``, and values that narrow dtypes round differently.
+The check misses writes through ``.data``, and values that narrow dtypes round differently.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A mark on an output's autograd node tells the schedule when the unit's backward 
 Function over the inputs that need gradients tells it when the backward ends. ``_core.rebuild`` and
 _structures.py find the tensors.
 
-A forward inside backward is a recomputation (activation checkpointing). It may stop early, with an
-exception that torch raises.
+A forward inside backward is a recomputation (activation checkpointing). A recomputation may stop
+early, through an exception that torch raises.
 
 A reentrant checkpoint runs its forward without gradients, so its outputs carry no mark with the
 version of the weights. If an outermost forward runs inside such a checkpoint, the checkpoint's
@@ -162,7 +162,7 @@ def _refuse_transform(module: Any) -> NoReturn:
 
 
 def _explain(module: Any, state: UnitState, error: BaseException) -> None:
-    """Raise an error that names the torch feature, if one has replaced parameters."""
+    """Raise an error that names the torch feature that has replaced parameters, if any."""
     own = {id(p) for p in (*state.pieces, *state.unsharded)}
     if all(id(owner.get(key)) in own for owner, key, _ in state.slots):
         return

@@ -178,7 +178,7 @@ def _like(args: tuple[Any, ...], result: Any) -> Any:
     """Return the result of elementwise arithmetic as rows of the gradient it was computed from.
 
     If one rank owns the whole parameter, the result is a plain tensor, because only that rank
-    computes it (Muon).
+    computes it (as in Muon).
     """
     if isinstance(result, (list, tuple)):
         if not isinstance(args[0], (list, tuple)):
@@ -303,7 +303,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
 
 
 def _count_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Count a write to each tensor: list operations under FLOP counters, for example, do not."""
+    """Increment each tensor's version; list operations under FLOP counters, for example, do not."""
     torch.autograd.graph.increment_version([t for t in tensors if isinstance(t, PieceGrad)])
 
 
@@ -325,5 +325,5 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.data.__get__: _view,
 }
 
-# Clipping then calls list operations; torch registers DTensor in the same way.
+# With this entry, clipping calls list operations; torch registers DTensor in the same way.
 _foreach_utils._foreach_supported_types.append(PieceGrad)

@@ -1,10 +1,10 @@
 """Detect and name parameters that were added to a sharded module after ``fully_shard``.
 
 No unit contains such parameters, so their gradients would not be reduced and each rank would train
-its own copy. They come from replaced modules (such as a resized embedding or a new head) and from
-adapters. The modules are searched at the first forward, and again at the first forward after
-something was registered in one of them. Frozen parameters are allowed, but checked again at every
-forward.
+its own copy. Such parameters come from replaced modules (such as a resized embedding or a new head)
+and from adapters. The modules are searched at the first forward, and again at the first forward
+after something was registered in one of them. Frozen parameters are allowed, but checked again at
+every forward.
 """
 
 from __future__ import annotations

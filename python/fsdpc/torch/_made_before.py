@@ -14,7 +14,7 @@ Places = Mapping[int, tuple[dict[str, Any], str]]
 
 
 def places_of(module: nn.Module) -> Places:
-    """Map the ``id()`` of each parameter to its place, for :func:`moved` after sharding."""
+    """Map the ``id()`` of each parameter to its location, for :func:`moved` after sharding."""
     return {
         id(p): (owner._parameters, key)
         for owner in module.modules()
@@ -24,7 +24,7 @@ def places_of(module: nn.Module) -> Places:
 
 
 def moved(params: Iterable[Any], places: Places) -> list[Any]:
-    """Return the parameters that are now in these places; those without a place are unchanged."""
+    """Return the parameters now in these locations; those without a location are unchanged."""
     found = [(p, places.get(id(p))) for p in params]
     return [p if at is None else at[0][at[1]] for p, at in found]
 
@@ -38,8 +38,8 @@ def give_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
 def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
     """Return all optimizers in this process that contain any of these parameters.
 
-    It visits all objects that Python's garbage collector tracks, which takes about 50 ms, once per
-    model.
+    This visits all objects that Python's garbage collector tracks, which takes about 50 ms, once
+    per model.
     """
     made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     return [

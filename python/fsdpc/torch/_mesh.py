@@ -1,8 +1,8 @@
 """Convert torch's meshes and process groups to meshes of the engine's communicators.
 
-A mesh that contains every rank is split off from the world: its messages name world ranks, and all
-ranks learn of a failure. In any other mesh (a pipeline's data parallel dimension, or a group from
-``new_group``), only the mesh's ranks join one another.
+A mesh that contains every rank is split off from the world, so its messages name world ranks and
+all ranks learn of a failure. In any other mesh (a pipeline's data parallel dimension, or a group
+from ``new_group``), only the mesh's ranks join one another.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _known: WeakKeyDictionary[Any, dict[_core.Comm | None, _core.Comm]] = WeakKeyDic
 
 
 def _comms(groups: list[Any]) -> list[_core.Comm]:
-    """Return one communicator per process group; the groups are a mesh's dimensions."""
+    """Return one communicator per process group; each group is one dimension of a mesh."""
     whole = prod(map(dist.get_world_size, groups)) == dist.get_world_size()
     world = join() if whole else None
     comms = []

@@ -82,8 +82,8 @@ class FSDPModule(fsdp_module.FSDPModule):
     def hold(self) -> Iterator[None]:
         """Freeze the weights: inside, no-grad forwards do not communicate, as with native modules.
 
-        Entering and leaving are collective. Inside, optimizer steps and forwards with gradients
-        raise an error.
+        Entering and leaving are collective. Inside the block, optimizer steps and forwards with
+        gradients raise an error.
         """
         root = _root_of(self)
         _device.join()
@@ -112,7 +112,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         """Accept but ignore the option: reductions already sum in float32 and scale only once."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accept but ignore the option: skipping the all-gather in backward saves nothing here.
+        """Accept but ignore the option, as skipping the all-gather in backward saves nothing here.
 
         Ranks on the same host share the gathered memory, so an all-gather in backward copies
         nothing.
@@ -139,17 +139,17 @@ class FSDPModule(fsdp_module.FSDPModule):
         self._set("rank_dependent", reduce_scatter_unused_params, recurse)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Raise an error: the engine sums over replicas without a tensor to pass to a hook."""
+        """Raise an error, because the engine's all-reduces provide no tensor to pass to a hook."""
         raise NotImplementedError(
             "set_all_reduce_hook: replicas are summed inside the engine; read .grad after backward"
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise an error: all-gathers are implemented by the engine."""
+        """Raise an error, because the engine implements all-gathers."""
         raise NotImplementedError("set_custom_all_gather: gathers are looks at shared memory here")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raise an error: reductions are implemented by the engine."""
+        """Raise an error, because the engine implements reductions."""
         raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -167,7 +167,7 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accept 1 or more; for numbers other than 2, log that the pool always has 2 buffers."""
+        """Accept 1 or more, and log that the pool always has 2 buffers if the number is not 2."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers takes an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
@@ -178,7 +178,7 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accept but ignore the option: all-gathers and reductions never wait for each other."""
+        """Accept but ignore the option, as all-gathers and reductions never wait for each other."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full tensors under the plain model's names; collective."""

@@ -40,7 +40,7 @@ def leave(span: Any) -> None:
 
 
 class Marks:
-    """Wraps a TorchUnit for one forward, whose marks open and close the backward range."""
+    """Wraps a TorchUnit for one forward; its marks open and close the backward range."""
 
     def __init__(self, state: UnitState) -> None:
         assert state.root is not None

@@ -293,8 +293,8 @@ def _refuse(func: Any, rows: Any, info: Any) -> NoReturn:
 def check_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if recorded arithmetic mixes rows with other rows, or with values from a batch.
 
-    It would fail on ranks with a different number of rows, or produce gradients that are never
-    reduced. Values computed from the same rows have the same shape, and are allowed.
+    Such arithmetic would fail on ranks with a different number of rows, or produce gradients that
+    are never reduced. Values computed from the same rows have the same shape, and are allowed.
     """
     if func in _LIKE:
         return

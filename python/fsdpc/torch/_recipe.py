@@ -103,7 +103,7 @@ def widened(
 
 
 def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.Tensor:
-    """Return a full value for the engine, or rank 0's if ``synced``, which is collective."""
+    """Return a full value for the engine; if ``synced``, broadcast rank 0's value (collective)."""
     if not synced:
         return _device.to_engine(p.detach().contiguous())
     values = _device.to_engine(p.detach().clone(memory_format=torch.contiguous_format))

@@ -3,7 +3,7 @@
 The keys are the same on all ranks, but each rank's tensors contain different rows. If the numbers
 of rows match, a rank could load another rank's rows as its own. Tensors in a state dict therefore
 carry their row range, which ``torch.save`` preserves. Loading checks the range, and
-``torch.distributed.checkpoint`` saves and loads these tensors as parts of a whole.
+``torch.distributed.checkpoint`` saves and loads these tensors as shards of the full tensor.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def keys_of(state_dict: dict[str, Any]) -> list[Any]:
 
 
 def mark_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Mark the rows in an optimizer's ``state_dict()``; registered as a hook with torch."""
+    """Mark the rows in an optimizer's ``state_dict()``; used as a torch hook."""
     return _changed(optimizer, state_dict, lambda p, _, value: mark(p, value))
 
 

@@ -1,10 +1,10 @@
 """Send bytes between hosts over torch's process groups.
 
 The engine's transport (``_core.Transport``) queues messages, which three threads carry. One sends
-this rank's messages. Another receives frames from any rank and posts receives for the messages they
-announce. The third waits for those receives and delivers the messages. (They call the groups'
-methods, which ``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.) Each
-message has a fixed-size frame, which can contain a whole small message, so an epoch note is a
+this rank's messages. Another thread receives frames from any rank and posts receives for the
+messages they announce. The third waits for those receives and delivers the messages. (They call the
+groups' methods, which ``torch.distributed.send`` and ``recv`` wrap; this takes a fifth less time.)
+Each message has a fixed-size frame, which can contain a whole small message, so an epoch note is a
 single send.
 
 Gloo sends a message only after the peer has announced over the same connection that it is ready to
@@ -51,7 +51,7 @@ def _wait(works: list[Any]) -> None:
 
 
 class _Carrier:
-    """The functions of a transport's threads."""
+    """The functions that a transport's threads run."""
 
     def __init__(self, transport: _core.Transport, frames: Any, up: Any, down: Any) -> None:
         self._transport = transport

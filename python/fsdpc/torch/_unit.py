@@ -148,7 +148,7 @@ class Piece(Part, nn.Parameter):
     grad = property(_get_grad, _set_grad, _grad.__delete__)  # type: ignore[assignment]
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Raise an error: pieces get gradients from reductions, which do not run tensor hooks."""
+        """Raise an error, because the reductions that create gradients do not run tensor hooks."""
         raise NotImplementedError(
             f"register_hook on {self.fsdpc}, where it would never run: "
             "register_post_accumulate_grad_hook runs when the rows have their gradient"
@@ -427,7 +427,7 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 
 
 def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
-    """Return what any tensor would, but raise if torch's own ``fully_shard`` is the caller."""
+    """Behave as for any tensor, but raise if torch's own ``fully_shard`` is the caller."""
     caller = str(sys._getframe(1).f_globals.get("__name__"))
     if caller.startswith("torch.distributed.fsdp"):
         raise RuntimeError(

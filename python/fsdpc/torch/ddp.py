@@ -142,7 +142,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         self.forward_sync_buffers = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Skip recomputations, and forwards on a rank's private copies.
+        # Ignore recomputations, and forwards on a rank's private copies.
         counts = torch._C._current_graph_task_id() == -1 and not self._fsdpc_state.summoned
         if counts:
             self._sync_buffers()
@@ -173,7 +173,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> NoReturn:
-        """Raise an error: all ranks must run the same number of steps."""
+        """Raise an error, because all ranks must run the same number of steps."""
         raise NotImplementedError(_NO_JOIN)
 
     def join_hook(self, **kwargs: Any) -> NoReturn:

@@ -1,7 +1,7 @@
 """``FullyShardedDataParallel``: FSDP1's call over the same units.
 
-``FullyShardedDataParallel(module, ...)`` shards the module in place and returns it. Its class
-changes to a subclass of ``FullyShardedDataParallel``, :class:`fsdpc.torch.FSDPModule` and its
+``FullyShardedDataParallel(module, ...)`` shards the module in place and returns it. The module's
+class changes to a subclass of ``FullyShardedDataParallel``, :class:`fsdpc.torch.FSDPModule` and its
 previous class. Parameter names therefore do not change, and nested calls need no special treatment.
 """
 
@@ -124,7 +124,7 @@ class FullyShardedDataParallel(FSDPModule):
         return module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the module already exists."""
+        """Do nothing, because the module already exists."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,7 +142,7 @@ class FullyShardedDataParallel(FSDPModule):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise an error: the engine reduces gradients without a tensor to pass to a hook."""
+        """Raise an error, because the engine's reductions provide no tensor to pass to a hook."""
         raise NotImplementedError(
             "register_comm_hook: gradients are summed inside the engine; read .grad after backward"
         )
@@ -310,7 +310,7 @@ class FullyShardedDataParallel(FSDPModule):
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Return full states by parameter name, under an older method name; collective."""
+        """Return full states by parameter name, as older versions of FSDP1 do; collective."""
         return optim_state.get_optimizer_state_dict(model, optim, rank0_only=rank0_only)
 
     @staticmethod
@@ -397,7 +397,7 @@ def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
 
 
 def _without_class(module: Any) -> Any:
-    """Return the module under a class without FSDP1, so that loops over ``.module`` end."""
+    """Return the module without the FSDP1 class, so that loops over ``.module`` end."""
     face = object.__new__(sharded_class(FSDPModule, plain_class(type(module))))
     face.__dict__ = module.__dict__
     return face

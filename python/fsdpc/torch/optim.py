@@ -21,8 +21,8 @@ from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 class _States(dict[Any, Any]):
     """``optimizer.state``, read-only: ``[p]`` returns :meth:`FlatOptimizer.piece_state`.
 
-    It is true if there are states, but iterating over it yields nothing, because torch's functions
-    would move, cast or drop states that the engine owns.
+    It is truthy if there are states, but iterating over it yields nothing, because torch's
+    functions would move, cast or drop states that the engine owns.
     """
 
     def __init__(self, optimizer: FlatOptimizer) -> None:

@@ -157,7 +157,7 @@ def set_optimizer_state_dict(
 
 
 def _own(p: Any, key: str, value: Any) -> Any:
-    """Return this rank's part of a parameter's state: rows of a full tensor, or else a copy."""
+    """Return this rank's part of a parameter's state: rows of a full tensor, otherwise a copy."""
     if not isinstance(value, torch.Tensor):
         return value
     info = getattr(p, "fsdpc", None)
@@ -170,7 +170,7 @@ def _own(p: Any, key: str, value: Any) -> Any:
 class Saved:
     """Gives the result of ``optimizer.state_dict()`` the interface for reading an optimizer.
 
-    Its indices refer to the parameters of ``optimizer``, in order.
+    Indices refer to the parameters of ``optimizer``, in order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ def shard_by_plan(
 
 
 def _gather_in_generate(model: Any) -> None:
-    """Make ``generate()`` gather parameters, with per-rank step counts if possible."""
+    """Make ``generate()`` gather parameters; if possible, ranks may differ in step counts."""
     if not _device.on_cpu():
         for m in model.modules():
             if hasattr(type(m), "fsdp_plan"):
@@ -116,7 +116,7 @@ def _plans(model: nn.Module) -> list[dict[Any, Any]]:
 
 
 def _last_norm_and_head(path: str, model: Any, plan: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the plan with the last norm and the head joined into a unit, if it keeps both."""
+    """Return the plan, with the last norm and the head as one unit if it keeps both gathered."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kept = [key for key, value in plan.items() if value == "keep_full_weight"]
     named = {path + name: m for name, m in model.named_modules()}
@@ -147,7 +147,7 @@ def _plan_of(model: nn.Module) -> dict[Any, Any]:
 
 
 def _by_classes(model: nn.Module, classes: tuple[type | str, ...]) -> dict[Any, Any]:
-    """Return a plan with the name of each module of these classes."""
+    """Return a plan that lists the name of every module of these classes."""
     plan: dict[Any, Any] = {}
     for cls in classes:
         inside = [

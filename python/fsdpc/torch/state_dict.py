@@ -129,7 +129,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """Implement ``state_dict`` of a sharded module by calling the plain module's on full copies."""
+    """Implement a sharded module's ``state_dict`` by calling the plain one on full parameters."""
     if _Option.depth:
         return call(*args, **kwargs)
     _Option.depth += 1
@@ -146,7 +146,7 @@ def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_full(value: torch.Tensor) -> torch.Tensor:
-    """Add ``full_tensor()`` to a full value, which FSDP2's state dict values also have."""
+    """Add ``full_tensor()``, which FSDP2's state dict values have, to a full value."""
     return value if isinstance(value, nn.Parameter) else value.as_subclass(FullValue)
 
 
@@ -171,7 +171,7 @@ def _check_real(name: str, value: Any, p: torch.Tensor) -> None:
 def module_load_state_dict(
     module: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
-    """Implement a sharded module's ``load_state_dict``: each rank keeps its rows."""
+    """Implement a sharded module's ``load_state_dict``, in which each rank keeps its rows."""
     states = states_of(module)
     for name, p in module.named_parameters(remove_duplicate=False):
         if hasattr(p, "fsdpc"):
@@ -350,8 +350,8 @@ def _broadcast(state: UnitState, value: torch.Tensor) -> None:
 def sync_buffers(state: UnitState, buffers: Sequence[torch.Tensor]) -> None:
     """Broadcast rank 0's buffers to every rank, in one message per dtype and device.
 
-    Their version counters do not change, as with torch's DDP, because a pending backward may have
-    saved the buffers.
+    The buffers' version counters do not change, as with torch's DDP, because a pending backward may
+    have saved the buffers.
     """
     if all(comm.size == 1 for comm in state.comms):
         return

@@ -1,6 +1,6 @@
 """FSDP1's policies for selecting the submodules that become units.
 
-They are torch's own (``torch.distributed.fsdp.wrap``), imported on first use.
+The policies are torch's own (``torch.distributed.fsdp.wrap``), imported on first use.
 """
 
 from __future__ import annotations
