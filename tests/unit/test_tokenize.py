@@ -266,7 +266,7 @@ def test_the_command_makes_shows_and_lists(
         assert text in capsys.readouterr().err
     ids[:-1].tofile(path)
     for arguments, text in (
-        (["show", str(out)], "shard-00000.bin has 19 tokens, and tokens.json beside it says 20"),
+        (["show", str(out)], "shard-00000.bin has 19 tokens, and its tokens.json says 20"),
         (["show", str(tmp_path)], "has no tokens.json"),
         (["list", str(path)], "is no folder"),
         ([str(each) for each in options], "no text in 'text'"),
