@@ -193,13 +193,15 @@ def run_ranks(
     timeout: float = 600,
     threads: int = 1,
     hosts: Sequence[Sequence[str]] = ((),),
+    sample: bool = True,
 ) -> dict[str, Any]:
     """Run a script on ranks as torchrun would; rank 0 leaves its result as JSON in
     ``$BENCH_RESULT``. `hosts` are commands that run others on a host each, which has as many ranks.
 
     Peak PSS of all ranks together (``peak_pss_bytes``) is sampled every 50 ms, less often where a
-    sample takes long (40 ms at 2.4 GB): at most a thirtieth of a core. A rank that fails once the
-    result is there counts as ended: DeepSpeed's threads at times abort the exit.
+    sample takes long (40 ms at 2.4 GB): at most a thirtieth of a core. Calls of microseconds need
+    ``sample=False``. A rank that fails once the result is there counts as ended: DeepSpeed's
+    threads at times abort the exit.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -222,7 +224,7 @@ def run_ranks(
         peak, deadline = 0, time.monotonic() + timeout
         while any(p.poll() is None for p in ranks_):
             begin = time.monotonic()
-            peak = max(peak, sum(pss(p.pid) for p in ranks_))
+            peak = max(peak, sum(pss(p.pid) for p in ranks_ if sample))
             sampling = time.monotonic() - begin
             if any(p.returncode for p in ranks_) and not result.exists():
                 deadline = min(deadline, time.monotonic() + LAST_WORDS_S)

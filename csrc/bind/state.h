@@ -29,6 +29,8 @@
     X(tensor)                                                                                      \
     X(handle)                                                                                      \
     X(comm)                                                                                        \
+    X(group)                                                                                       \
+    X(group_work)                                                                                  \
     X(transport)                                                                                   \
     X(tier)                                                                                        \
     X(unit)                                                                                        \

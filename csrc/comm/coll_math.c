@@ -80,15 +80,62 @@ static fsdpc_status fold_sum(fsdpc_dtype dtype, const void *const *srcs, int n_s
     return FSDPC_OK;
 }
 
+#define FOLD_INTEGERS(join)                                                                        \
+    case FSDPC_I32:                                                                                \
+        FOLD(uint32_t, join);                                                                      \
+    case FSDPC_I64:                                                                                \
+        FOLD(uint64_t, join);                                                                      \
+    case FSDPC_U8:                                                                                 \
+    case FSDPC_BOOL:                                                                               \
+        FOLD(uint8_t, (uint8_t)(join))
+
+static fsdpc_status no_reduction(const char *name, fsdpc_dtype dtype)
+{
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "all_reduce: there is no %s of %s", name,
+                      fsdpc_dtype_name(dtype));
+}
+
+static fsdpc_status fold_product(fsdpc_dtype dtype, const void *const *srcs, int n_srcs,
+                                 size_t numel, void *out)
+{
+    switch (dtype) {
+    case FSDPC_F32:
+        FOLD(float, best *x);
+    case FSDPC_F64:
+        FOLD(double, best *x);
+        FOLD_INTEGERS(best * x);
+    default:
+        return no_reduction("product", dtype);
+    }
+    return FSDPC_OK;
+}
+
+#define BITWISE(name, join)                                                                        \
+    static fsdpc_status fold_##name(fsdpc_dtype dtype, const void *const *srcs, int n_srcs,        \
+                                    size_t numel, void *out)                                       \
+    {                                                                                              \
+        switch (dtype) {                                                                           \
+            FOLD_INTEGERS(join);                                                                   \
+        default:                                                                                   \
+            return no_reduction(#name, dtype);                                                     \
+        }                                                                                          \
+        return FSDPC_OK;                                                                           \
+    }
+
+BITWISE(and, best &x)
+BITWISE(or, best | x)
+BITWISE(xor, best ^ x)
+
+typedef fsdpc_status fold(fsdpc_dtype dtype, const void *const *srcs, int n_srcs, size_t numel,
+                          void *out);
+
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream)
 {
-    if (red == FSDPC_RED_MAX)
-        return fold_max(dtype, srcs, n_srcs, numel, out);
-    if (red == FSDPC_RED_MIN)
-        return fold_min(dtype, srcs, n_srcs, numel, out);
-    if (!fsdpc_dtype_is_float(dtype))
-        return fold_sum(dtype, srcs, n_srcs, numel, out);
+    static fold *const folds[FSDPC_RED_COUNT] = {fold_sum, fold_max, fold_min, fold_product,
+                                                 fold_and, fold_or,  fold_xor};
+    if (red != FSDPC_RED_SUM || !fsdpc_dtype_is_float(dtype))
+        return folds[red](dtype, srcs, n_srcs, numel, out);
     return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
                                                   .n_srcs = n_srcs,
                                                   .dtype = dtype,

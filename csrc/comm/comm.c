@@ -8,9 +8,6 @@
  * If `idle` reports that a peer is gone, the operation has not yet failed, because the peer may
  * have done its part before it left. The wait polls once more, and fails only if the operation is
  * still unfinished.
- *
- * An interrupt leaves the operation in flight, because the peers rely on it. fsdpc_comm_run aborts
- * instead, since its storage ends with the call.
  */
 #include "comm/comm.h"
 
@@ -37,7 +34,7 @@ const char *fsdpc_coll_name(fsdpc_coll_kind kind)
 
 size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size)
 {
-    size_t numel = op->numel;
+    size_t numel = op->kind == FSDPC_COLL_EXCHANGE ? op->most_sent : op->numel;
     if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
         numel = 0;
         for (size_t i = 0; i < op->n_slices; i++) {
@@ -50,22 +47,20 @@ size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size)
 
 void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_comm_config *config)
 {
-    *comm = (fsdpc_comm){
-        .ops = ops,
-        .device = config->device,
-        .trace = config->trace,
-        .rank = config->rank,
-        .world_rank = config->rank,
-        .size = config->size,
-        .host_size = config->size,
-        .timeout_s = config->timeout_s > 0 ? config->timeout_s : 300,
-        .notice_s = config->notice_s > 0 ? config->notice_s : 10,
-        .spin = config->spin,
-        .interrupt = config->interrupt,
-        .notice = config->notice,
-        .notice_arg = config->notice_arg,
-        .log = config->log,
-    };
+    *comm = (fsdpc_comm){.ops = ops,
+                         .device = config->device,
+                         .trace = config->trace,
+                         .rank = config->rank,
+                         .world_rank = config->rank,
+                         .size = config->size,
+                         .host_size = config->size,
+                         .timeout_s = config->timeout_s > 0 ? config->timeout_s : 300,
+                         .notice_s = config->notice_s > 0 ? config->notice_s : 10,
+                         .spin = config->spin,
+                         .interrupt = config->interrupt,
+                         .notice = config->notice,
+                         .notice_arg = config->notice_arg,
+                         .log = config->log};
     comm->log.rank = config->rank;
 }
 
@@ -186,10 +181,12 @@ static fsdpc_status timed_out(const waiting *w)
     char text[LATE_BYTES];
     notice_tail(w);
     late_text(w, w->comm->timeout_s, text, sizeof text);
-    fsdpc_fail(FSDPC_ERR_TIMEOUT,
-               "%s: the deadline passed; every rank must reach the same operation, and "
-               "FSDPC_TIMEOUT_S raises the deadline (%.3g s)",
-               text, w->comm->timeout_s);
+    fsdpc_fail(
+        FSDPC_ERR_TIMEOUT,
+        "%s: the deadline passed; every rank must reach the same operation, and %s raises the "
+        "deadline (%.3g s)",
+        text, w->comm->timeout_name ? w->comm->timeout_name : "FSDPC_TIMEOUT_S",
+        w->comm->timeout_s);
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
@@ -248,7 +245,6 @@ static fsdpc_status doze(waiting *w)
     }
 }
 
-/* `id` is the unit's number in the trace. */
 static fsdpc_status wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
                              const char *what, const char *unit, int id)
 {
@@ -344,6 +340,10 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
     case FSDPC_COLL_ALL_REDUCE:
     case FSDPC_COLL_ALL_GATHER:
         return op->numel && !(op->recv && op->send) ? bad_op(op, "needs memory") : FSDPC_OK;
+    case FSDPC_COLL_EXCHANGE:
+        return strcmp(comm->ops->name, "shm") != 0 || !op->extents || (op->numel && !op->send)
+                   ? bad_op(op, "needs memory, and ranks that share memory")
+                   : FSDPC_OK;
     case FSDPC_COLL_BARRIER:
         return FSDPC_OK;
     case FSDPC_COLL_REPLAY:

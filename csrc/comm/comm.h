@@ -56,6 +56,7 @@
 #ifndef FSDPC_COMM_COMM_H
 #define FSDPC_COMM_COMM_H
 
+#include <pthread.h>
 #include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -88,6 +89,7 @@ typedef struct fsdpc_slice {
     X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
     X(ALL_GATHER, "all_gather")         /* recv (size x numel) = every rank's send (numel) */      \
     X(BROADCAST, "broadcast")           /* recv of root -> recv of all */                          \
+    X(EXCHANGE, "exchange")             /* parts of every rank's send -> recv */                   \
     X(BARRIER, "barrier")                                                                          \
     X(REPLAY, "replay") /* launches a device graph, with the operations captured in it */
 
@@ -103,7 +105,28 @@ static inline bool fsdpc_coll_reduces(fsdpc_coll_kind kind)
     return kind == FSDPC_COLL_REDUCE_SCATTER || kind == FSDPC_COLL_REDUCE_ALL;
 }
 
-typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red;
+/* X(name, text); PRODUCT accepts F32, F64 and integers, the last three integers and BOOL. */
+#define FSDPC_RED_TABLE(X)                                                                         \
+    X(SUM, "sum")                                                                                  \
+    X(MAX, "max")                                                                                  \
+    X(MIN, "min")                                                                                  \
+    X(PRODUCT, "product")                                                                          \
+    X(AND, "and")                                                                                  \
+    X(OR, "or")                                                                                    \
+    X(XOR, "xor")
+
+typedef enum fsdpc_red {
+#define X(name, text) FSDPC_RED_##name,
+    FSDPC_RED_TABLE(X)
+#undef X
+        FSDPC_RED_COUNT
+} fsdpc_red;
+
+/* The elements of a peer's `send` that this rank receives in an EXCHANGE. */
+typedef struct fsdpc_coll_extent {
+    size_t from, numel; /* in the peer's `send` */
+    size_t to;          /* in this rank's `recv` */
+} fsdpc_coll_extent;
 
 /* One in the ordered list of sums that a reduction computes. */
 typedef struct fsdpc_coll_sum {
@@ -158,9 +181,14 @@ typedef struct fsdpc_coll {
      * and the unsharded parameters */
     fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */
     const void *send;
-    void *recv; /* may be send */
+    void *recv; /* may be send, except in an EXCHANGE */
     size_t numel;
     int root;
+    bool partial; /* ALL_REDUCE: recv gets only part_numel elements of the result, from
+                          * element part_first on */
+    size_t part_first, part_numel;
+    const fsdpc_coll_extent *extents; /* EXCHANGE: by peer; borrowed until the work is done */
+    size_t most_sent;                 /* EXCHANGE: the largest numel of any rank */
 } fsdpc_coll;
 
 struct fsdpc_work {
@@ -279,7 +307,10 @@ struct fsdpc_comm {
     int host_size;  /* consecutive ranks on each host */
     int world_rank; /* for messages: rank in the communicator that was split first */
     double timeout_s, notice_s;
+    const char *timeout_name; /* what sets timeout_s, for messages; NULL: FSDPC_TIMEOUT_S */
     bool spin;                /* waits may spin before they sleep */
+    pthread_mutex_t *lock;    /* held by the caller; `idle` releases it while it sleeps; may be
+                               * NULL */
     bool apart;               /* see fsdpc_comm_set_apart */
     void (*carry)(void *arg); /* advances operations in flight on a communicator above this one;
                                * every wait calls it; NULL: none */
@@ -340,23 +371,6 @@ fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config,
 /* Creates `size` communicators for ranks that are threads of this process and share one mapping. */
 fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
                                            fsdpc_comm **outs);
-
-/* Simulates any rank of any world size in one process. A split returns a group of the same rank
- * and size, as if every peer had passed the same colour. Nothing is summed for more than 256
- * ranks. */
-fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
-
-/* The calls that the null communicator received, in order; borrowed until its next call. (The
- * engine writes the trace.) */
-typedef struct fsdpc_comm_record {
-    /* "post", "done", "arrive", "copy_in", "parameter buffer", "buffer", "split", "abort" */
-    const char *what;
-    fsdpc_coll_kind kind; /* for "post" and "done" */
-    int unit;             /* -1: none */
-    uint64_t epoch;
-    size_t bytes;
-} fsdpc_comm_record;
-size_t fsdpc_comm_null_records(const fsdpc_comm *comm, const fsdpc_comm_record **out);
 
 /* ---- comm.c: shared by all implementations ---- */
 

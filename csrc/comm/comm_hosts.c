@@ -23,6 +23,7 @@
 
 #include "base/size.h"
 #include "comm/coll_math.h"
+#include "comm/comm_null.h"
 #include "comm/fork_guard.h"
 #include "comm/hosts_internal.h"
 #include "comm/transport_null.h"

@@ -12,6 +12,8 @@
  * Parameter buffers and reduce buffers use the device's memory and are counted as in shm: only rank
  * 0 counts parameter buffers.
  */
+#include "comm/comm_null.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -214,6 +216,7 @@ static fsdpc_status perform(const fsdpc_coll *op, int rank, int size, fsdpc_stre
         return fsdpc_graph_launch(op->graph);
     case FSDPC_COLL_GATHER:
     case FSDPC_COLL_BROADCAST:
+    case FSDPC_COLL_EXCHANGE:
     case FSDPC_COLL_BARRIER:
         break;
     }

@@ -160,6 +160,7 @@ static fsdpc_status perform(const fsdpc_coll *op, fsdpc_stream *stream)
         return fsdpc_graph_launch(op->graph);
     case FSDPC_COLL_GATHER:
     case FSDPC_COLL_BROADCAST:
+    case FSDPC_COLL_EXCHANGE:
     case FSDPC_COLL_BARRIER:
         break;
     }

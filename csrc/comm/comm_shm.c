@@ -17,6 +17,7 @@
 #include "comm/shm_coll.h"
 #include "comm/shm_peers.h"
 #include "comm/shm_param_buffer.h"
+#include "comm/comm_shm.h"
 
 enum { CHECK_EVERY_NS = 20000000, LONGEST_NAP_NS = 100000000 };
 
@@ -33,7 +34,11 @@ static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
         fsdpc_shm_nap_end(self->bell, &self->nap);
         return FSDPC_OK;
     }
+    if (comm->lock)
+        pthread_mutex_unlock(comm->lock);
     fsdpc_shm_nap_take(self->bell, &self->nap, max_ns < LONGEST_NAP_NS ? max_ns : LONGEST_NAP_NS);
+    if (comm->lock)
+        pthread_mutex_lock(comm->lock);
     int64_t now = fsdpc_clock_ns();
     if (now - self->checked_ns < CHECK_EVERY_NS)
         return FSDPC_OK;
@@ -221,6 +226,37 @@ static fsdpc_status part_create(fsdpc_shm_comm *self, const int64_t (*wishes)[2]
     }
     *out = &part->base;
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_part(fsdpc_comm *comm, const int *members, int n, uint64_t id,
+                            fsdpc_comm **out)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm), *part = NULL;
+    int rank = -1, worlds[FSDPC_COLL_MAX_RANKS];
+    for (int i = 0; i < n && i < FSDPC_COLL_MAX_RANKS; i++) {
+        if (members[i] < 0 || members[i] >= comm->size)
+            return fsdpc_fail(FSDPC_ERR_VALUE, "rank %d of a group of %d", members[i], comm->size);
+        worlds[i] = self->members[members[i]];
+        rank = members[i] == comm->rank ? i : rank;
+    }
+    if (rank < 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "rank %d makes a group without itself", comm->rank);
+    FSDPC_TRY(fsdpc_shm_health(self));
+    fsdpc_comm_config config = fsdpc_comm_config_like(comm, rank, n);
+    FSDPC_TRY(comm_new(&config, self->world, worlds, id | 1, &part));
+    part->base.carry = comm->carry;
+    part->base.carry_arg = comm->carry_arg;
+    part->base.lock = comm->lock;
+    fsdpc_status status;
+    const fsdpc_coll all_joined = {.kind = FSDPC_COLL_BARRIER, .unit = -1, .what = "new_group"};
+    FSDPC_TRY_GOTO(status, comm_join(part, comm, self), destroy);
+    FSDPC_TRY_GOTO(status, fsdpc_comm_run(&part->base, &all_joined), destroy);
+    *out = &part->base;
+    return FSDPC_OK;
+
+destroy:
+    shm_destroy(&part->base);
+    return status;
 }
 
 static fsdpc_status shm_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)

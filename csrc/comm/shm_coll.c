@@ -35,7 +35,7 @@ static bool is_staged(const fsdpc_coll *op)
 {
     return !op->agree_only &&
            (op->kind == FSDPC_COLL_ALL_REDUCE || op->kind == FSDPC_COLL_ALL_GATHER ||
-            op->kind == FSDPC_COLL_BROADCAST);
+            op->kind == FSDPC_COLL_BROADCAST || op->kind == FSDPC_COLL_EXCHANGE);
 }
 
 static bool reads_buffers(const fsdpc_coll *op)
@@ -134,14 +134,23 @@ static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
     return FSDPC_OK;
 }
 
+/* Returns the number of elements that ranks stage: all of `send`, of which an EXCHANGE's ranks have
+ * different numbers. */
+static size_t staged_in_all(const fsdpc_coll *op)
+{
+    return op->kind == FSDPC_COLL_EXCHANGE ? op->most_sent : op->numel;
+}
+
 static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel)
 {
-    size_t element = fsdpc_dtype_bytes(op->dtype);
+    size_t element = fsdpc_dtype_bytes(op->dtype), at = self->staged_numel;
     const void *from = op->kind == FSDPC_COLL_BROADCAST ? op->recv : op->send;
-    if (op->kind != FSDPC_COLL_BROADCAST || op->root == self->base.rank)
+    bool sends = op->kind != FSDPC_COLL_BROADCAST || op->root == self->base.rank;
+    if (sends && at < op->numel)
         memcpy(
             fsdpc_shm_control_staging(self->control, self->base.size, self->base.rank, self->step),
-            (const unsigned char *)from + self->staged_numel * element, numel * element);
+            (const unsigned char *)from + at * element,
+            fsdpc_min_size(numel, op->numel - at) * element);
     self->step++;
     /* release: the chunk is complete; acquire in all_staged. */
     atomic_store_explicit(&self->mine->step, self->step, memory_order_release);
@@ -161,6 +170,43 @@ static fsdpc_status all_staged(fsdpc_shm_comm *self, fsdpc_shm_awaited *awaited)
     return FSDPC_OK;
 }
 
+/* Returns how many of the elements [first, first + numel) are also in the chunk of `chunk` elements
+ * from `at` on, and sets *skip_out to the chunk's elements before them. */
+static size_t overlap(size_t first, size_t numel, size_t at, size_t chunk, size_t *skip_out)
+{
+    size_t begin = first > at ? first : at;
+    size_t end = fsdpc_min_size(first + numel, at + chunk);
+    *skip_out = begin - at;
+    return end > begin ? end - begin : 0;
+}
+
+static void take_extents(const fsdpc_shm_comm *self, const fsdpc_coll *op,
+                         const void *const *stages, size_t numel)
+{
+    size_t element = fsdpc_dtype_bytes(op->dtype), at = self->staged_numel, skip;
+    for (int p = 0; p < self->base.size; p++) {
+        const fsdpc_coll_extent *extent = &op->extents[p];
+        size_t n = overlap(extent->from, extent->numel, at, numel, &skip);
+        if (n > 0)
+            memcpy((unsigned char *)op->recv + (extent->to + at + skip - extent->from) * element,
+                   (const unsigned char *)stages[p] + skip * element, n * element);
+    }
+}
+
+/* Reduces the elements of a chunk that belong to this rank's part of the result. */
+static fsdpc_status combine_part(const fsdpc_shm_comm *self, const fsdpc_coll *op,
+                                 const void **stages, size_t numel, fsdpc_stream *stream)
+{
+    size_t element = fsdpc_dtype_bytes(op->dtype), at = self->staged_numel, skip;
+    size_t n = overlap(op->part_first, op->part_numel, at, numel, &skip);
+    for (int p = 0; p < self->base.size; p++)
+        stages[p] = (const unsigned char *)stages[p] + skip * element;
+    if (n == 0)
+        return FSDPC_OK;
+    void *to = (unsigned char *)op->recv + (at + skip - op->part_first) * element;
+    return fsdpc_coll_combine(op->op, op->dtype, stages, self->base.size, n, to, stream);
+}
+
 static fsdpc_status use_staging(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel,
                                 fsdpc_stream *stream)
 {
@@ -172,7 +218,11 @@ static fsdpc_status use_staging(fsdpc_shm_comm *self, const fsdpc_coll *op, size
         stages[p] = fsdpc_shm_control_staging(self->control, size, p, self->step - 1);
     switch (op->kind) {
     case FSDPC_COLL_ALL_REDUCE:
-        return fsdpc_coll_combine(op->op, op->dtype, stages, size, numel, to, stream);
+        return op->partial ? combine_part(self, op, stages, numel, stream)
+                           : fsdpc_coll_combine(op->op, op->dtype, stages, size, numel, to, stream);
+    case FSDPC_COLL_EXCHANGE:
+        take_extents(self, op, stages, numel);
+        return FSDPC_OK;
     case FSDPC_COLL_ALL_GATHER:
         for (int p = 0; p < size; p++)
             memcpy(to + (size_t)p * op->numel * element, stages[p], bytes);
@@ -191,11 +241,11 @@ static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
     /* acquire: pairs with the release below, which makes the fields of the turn visible. */
     if (atomic_load_explicit(&self->turn, memory_order_acquire) != work->turn)
         return FSDPC_IN_PROGRESS;
-    size_t chunk = FSDPC_SHM_CHUNK / fsdpc_dtype_bytes(op->dtype);
-    if (op->numel == 0)
+    size_t chunk = FSDPC_SHM_CHUNK / fsdpc_dtype_bytes(op->dtype), all = staged_in_all(op);
+    if (all == 0)
         FSDPC_TRY(agreed(self, work->sequence, awaited));
-    while (self->staged_numel < op->numel) {
-        size_t numel = fsdpc_min_size(chunk, op->numel - self->staged_numel);
+    while (self->staged_numel < all) {
+        size_t numel = fsdpc_min_size(chunk, all - self->staged_numel);
         if (!self->staged)
             stage(self, op, numel);
         if (self->staged_numel == 0)

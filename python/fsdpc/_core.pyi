@@ -1949,6 +1949,82 @@ class Comm:
     def close(self) -> None:
         """Leave without waiting for peers."""
 
+class Group:
+    """A process group of ranks on one host, for collectives of torch.distributed.
+
+    Memory is given by its address and bytes; ``keep`` lives until the operation is done. ``what``
+    describes the data, and must be the same on all ranks. The ranks meet through ``address``, and
+    admit only ranks that know ``secret``.
+    """
+
+    def __init__(
+        self, rank: int, size: int, address: str, secret: str, timeout_s: float
+    ) -> None: ...
+    def part(self, members: list[int], id: int, /) -> Group:
+        """Return the group of these ranks; only they call it, with the same unused id."""
+    def all_reduce(
+        self,
+        keep: Any,
+        send: int,
+        recv: int,
+        numel: int,
+        dtype: str,
+        op: str,
+        first: int,
+        part: int,
+        what: str,
+        /,
+    ) -> GroupWork:
+        """Reduce elements; this rank receives ``part`` of them, from ``first`` on."""
+    def all_gather(
+        self, keep: Any, send: int, recv: int, n_bytes: int, what: str, /
+    ) -> GroupWork:
+        """Gather the bytes of all ranks, in rank order."""
+    def broadcast(
+        self, keep: Any, data: int, n_bytes: int, root: int, what: str, /
+    ) -> GroupWork:
+        """Copy the root's bytes to all ranks."""
+    def exchange(
+        self,
+        keep: Any,
+        send: int,
+        n_bytes: int,
+        recv: int,
+        most: int,
+        extents: list[tuple[int, int, int]],
+        root: int,
+        what: str,
+        /,
+    ) -> GroupWork:
+        """Receive an extent (from, bytes, to) of the ``send`` of every rank.
+
+        No rank's ``send`` has more than ``most`` bytes, which is the same on all ranks.
+        """
+
+    def barrier(self, what: str, /) -> GroupWork:
+        """Complete once all ranks have posted it."""
+    def send(self, keep: Any, data: int, n_bytes: int, peer: int, tag: int, /) -> GroupWork:
+        """Send a message."""
+    def recv(self, keep: Any, data: int, n_bytes: int, peer: int, tag: int, /) -> GroupWork:
+        """Receive a message with this tag and size from a peer, or from any peer if it is -1."""
+    def set_timeout(self, seconds: float, /) -> None:
+        """Set the deadline of later waits."""
+    def abort(self, reason: str, /) -> None:
+        """Make all ranks' operations on the group fail."""
+    def close(self) -> None:
+        """Leave without waiting for peers."""
+
+class GroupWork:
+    """An operation of a :class:`Group`; do not drop it before it is done."""
+
+    @property
+    def source(self) -> int:
+        """The rank that a message came from, or -1."""
+    def wait(self) -> None:
+        """Wait until it is done."""
+    def test(self) -> bool:
+        """Advance all groups' operations; return whether this one is done."""
+
 class Unit:
     """A unit, which one ``fully_shard`` call creates."""
 

@@ -14,6 +14,7 @@
 #include "base/mem.h"
 #include "check.h"
 #include "clip_norm.h"
+#include "comm/comm_null.h"
 #include "engine/clip.h"
 #include "engine/collect.h"
 #include "engine/epoch.h"

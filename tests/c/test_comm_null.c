@@ -2,6 +2,7 @@
 #include "comm_ranks.h"
 
 #include "base/size.h"
+#include "comm/comm_null.h"
 
 static void check_records(const fsdpc_comm *comm, const char *expected)
 {

@@ -1,5 +1,6 @@
 /* The transport that pretends: messages alone, and a world of several hosts that one rank plays. */
 #include "comm/comm_hosts.h"
+#include "comm/comm_null.h"
 #include "comm/transport_null.h"
 #include "comm_ranks.h"
 

@@ -37,9 +37,9 @@ MAY_INCLUDE = {
 ORDER = {
     "comm": """
         comm coll_math fork_guard rendezvous shm_segment shm_world shm_control shm_ring shm_internal
-        shm_peers shm_coll shm_param_buffer shm_buffer comm_self comm_null comm_shm transport
-        transport_null transport_relay host_watch hosts_internal hosts_cross hosts_values hosts_op
-        hosts_param_buffer comm_hosts
+        shm_peers shm_coll shm_param_buffer shm_buffer shm_p2p comm_self comm_null comm_shm
+        group transport transport_null transport_relay host_watch hosts_internal
+        hosts_cross hosts_values hosts_op hosts_param_buffer comm_hosts
     """,
     "cuda": """
         guest error driver_abi cublaslt_abi nccl_abi cudnn_plan kernels kernel_tables

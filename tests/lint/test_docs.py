@@ -33,7 +33,7 @@ PLAIN = set("""
     key kind level linear load local location log loss lt magnitude main make map mask math matmul
     mem memory mesh methods mma mode module moved mpi name names nccl nn node norm null number
     numpy offload op open operand operator
-    ops optim option order pack pair pairs param parts peer philox
+    ops optim option order p2p pack pair pairs param parts peer philox
     pieces plan plugin pool portable post preference private product products properties py
     queue random range read real red reduce reduction ref register registered registers registry
     remote rendezvous request result ring rotary round rows rules run runtime safetensors save

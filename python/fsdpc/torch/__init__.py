@@ -20,7 +20,7 @@ from typing import Any
 import fsdpc.torch._version  # noqa: F401, before imports that an old torch lacks
 from fsdpc.sharding.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
-from fsdpc.torch import optim, sharded_grad_scaler, wrap
+from fsdpc.torch import backend, optim, sharded_grad_scaler, wrap
 from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.ddp import DistributedDataParallel
@@ -35,6 +35,8 @@ from fsdpc.torch.state_dict import (
     set_model_state_dict,
     summon_full_params,
 )
+
+backend.register()
 
 __all__ = [
     "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DistributedDataParallel",

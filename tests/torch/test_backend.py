@@ -1,0 +1,334 @@
+"""The back end "fsdpc" of torch.distributed, against what each collective means."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdpc
+import fsdpc.torch
+from fsdpc import PeerError
+
+SIZES = [(), (5,), (3, 7), (70_001,)]  # the last takes several chunks
+
+
+@contextmanager
+def joined(folder: Path, seconds: float = 60) -> Iterator[tuple[int, int]]:
+    """Yield (rank, size) of a default group of ours."""
+    dist.init_process_group(
+        "fsdpc", init_method=f"file://{folder}/store", rank=fsdpc.rank(),
+        world_size=fsdpc.world_size(), timeout=timedelta(seconds=seconds),
+    )  # fmt: skip
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return values that every rank can compute, small enough for exact sums."""
+    generator = torch.Generator().manual_seed(rank)
+    made = torch.randint(1, 4, shape, generator=generator)
+    return made > 1 if dtype == torch.bool else made.to(dtype)
+
+
+OPS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: lambda x: x.sum(0),
+    dist.ReduceOp.AVG: lambda x: x.sum(0) / len(x) if x.is_floating_point() else x.sum(0) // len(x),
+    dist.ReduceOp.PRODUCT: lambda x: x.prod(0),
+    dist.ReduceOp.MIN: lambda x: x.amin(0),
+    dist.ReduceOp.MAX: lambda x: x.amax(0),
+    dist.ReduceOp.BAND: lambda x: x[0] & x[1] & x[-1],
+    dist.ReduceOp.BOR: lambda x: x[0] | x[1] | x[-1],
+    dist.ReduceOp.BXOR: lambda x: x[0] ^ x[1] if len(x) == 2 else x[0] ^ x[1] ^ x[2],
+}
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+@pytest.mark.ranks(2, 3)
+def test_reductions(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, size):
+        for op, compute in OPS.items():
+            bitwise = op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+            for dtype in INTEGERS if bitwise else FLOATS + INTEGERS:
+                for shape in SIZES:
+                    every = torch.stack([values(r, shape, dtype) for r in range(size)])
+                    want = compute(every).to(dtype)
+                    mine = values(rank, shape, dtype)
+                    dist.all_reduce(mine, op=op)
+                    torch.testing.assert_close(mine, want, msg=f"{op} {dtype} {shape}")
+                    mine = values(rank, shape, dtype)
+                    dist.reduce(mine, 1, op=op)
+                    if rank == 1:
+                        torch.testing.assert_close(mine, want)
+        mine = torch.complex(torch.ones(3), torch.full((3,), float(rank)))
+        dist.all_reduce(mine)
+        assert mine.tolist() == [complex(size, sum(range(size)))] * 3
+        transposed = values(rank, (4, 6), torch.float32).T
+        dist.all_reduce(transposed)
+        want = torch.stack([values(r, (4, 6), torch.float32) for r in range(size)]).sum(0)
+        assert torch.equal(transposed, want.T)
+
+
+@pytest.mark.ranks(2, 3)
+def test_parts(tmp_path: Path) -> None:
+    """Scattered and gathered tensors, in lists and as one."""
+    with joined(tmp_path) as (rank, size):
+        for n in (1, 4, 90_001):
+            every = [torch.arange(float(size * n)) + 1000 * r for r in range(size)]
+            out = torch.empty(n)
+            dist.reduce_scatter_tensor(out, every[rank])
+            total = torch.stack(every).sum(0)
+            assert torch.equal(out, total[rank * n : (rank + 1) * n])
+            dist.reduce_scatter(out, list(every[rank].chunk(size)))
+            assert torch.equal(out, total[rank * n : (rank + 1) * n])
+            whole = torch.empty(size, n)
+            dist.all_gather_into_tensor(whole, every[rank][:n])
+            assert torch.equal(whole, torch.stack([x[:n] for x in every]))
+            parts = [torch.empty(n) for _ in range(size)]
+            dist.all_gather(parts, every[rank][:n])
+            assert torch.equal(torch.stack(parts), whole)
+            dist.gather(every[rank][:n], parts if rank == 1 else None, dst=1)
+            assert torch.equal(torch.stack(parts), whole)
+            dist.scatter(out, list(every[0].chunk(size)) if rank == 0 else None, src=0)
+            assert torch.equal(out, every[0].chunk(size)[rank])
+            copy = every[rank].clone()
+            dist.broadcast(copy, 1)
+            assert torch.equal(copy, every[1])
+            mixed = torch.empty(size * n)
+            dist.all_to_all_single(mixed, every[rank])
+            assert torch.equal(mixed, torch.cat([x.chunk(size)[rank] for x in every]))
+        sends = [rank + to for to in range(size)]
+        mixed = torch.empty(sum(sends))
+        dist.all_to_all_single(mixed, torch.full((sum(sends),), float(rank)), sends, sends)
+        assert mixed.tolist() == [float(r) for r in range(size) for _ in range(r + rank)]
+        lists = [torch.empty(r + 1, rank + 1) for r in range(size)]
+        dist.all_to_all(lists, [torch.full((rank + 1, to + 1), 10.0 * rank + to)
+                                for to in range(size)])  # fmt: skip
+        assert [x[0, 0].item() for x in lists] == [10.0 * r + rank for r in range(size)]
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, {"rank": rank})
+        assert objects == [{"rank": r} for r in range(size)]
+
+
+@pytest.mark.ranks(3)
+def test_messages(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, size):
+        after, before = (rank + 1) % size, (rank - 1) % size
+        for n in (1, 1000, 1_000_000):
+            got = torch.empty(n)
+            sent = dist.isend(torch.full((n,), float(rank)), after)
+            dist.recv(got, before)
+            sent.wait()
+            assert torch.equal(got, torch.full((n,), float(before)))
+        pairs = [torch.empty(3), torch.empty(3)]
+        works = [dist.irecv(pair, before, tag=tag) for tag, pair in enumerate(pairs)]
+        for tag in (1, 0):
+            dist.send(torch.full((3,), float(10 * rank + tag)), after, tag=tag)
+        for work in works:
+            work.wait()
+        assert [pair[0].item() for pair in pairs] == [10.0 * before, 10.0 * before + 1]
+        if rank == 0:
+            one = torch.empty(1)
+            assert {dist.recv(one) for _ in range(size - 1)} == {1, 2}
+        else:
+            dist.send(torch.tensor([1.0]), 0)
+        dist.barrier()
+        operations = [dist.P2POp(dist.isend, torch.full((2,), float(rank)), after),
+                      dist.P2POp(dist.irecv, pairs[0][:2], before)]  # fmt: skip
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert pairs[0][:2].tolist() == [float(before)] * 2
+
+
+@pytest.mark.ranks(3)
+def test_groups_wait_in_any_order(tmp_path: Path) -> None:
+    """Works of two groups, posted and awaited in different orders; nobody keeps some of them."""
+    with joined(tmp_path) as (rank, size):
+        first, second = dist.new_group([0, 1]), dist.new_group([2, 1, 0])
+        assert dist.get_rank(second) == dist.get_group_rank(second, rank)
+        x, y = torch.full((200_000,), 1.0), torch.full((200_000,), 2.0)
+        if rank < 2:
+            order = [(x, first), (y, second)]
+            works = [dist.all_reduce(t, group=g, async_op=True)
+                     for t, g in (order if rank else order[::-1])]  # fmt: skip
+            for work in works[::-1] if rank else works:
+                assert work is not None
+                work.wait()
+                assert work.is_completed() and work.result()[0][0] in (2, 6)
+            assert x[0] == 2
+        else:
+            dist.all_reduce(y, group=second)
+        assert torch.equal(y, torch.full_like(y, 6))
+        z = torch.ones(3)
+        dist.all_reduce(z, async_op=True)
+        dist.barrier()
+        assert z.tolist() == [3] * 3
+        future = dist.all_reduce(z, async_op=True).get_future()
+        assert future.wait()[0].tolist() == [9] * 3
+
+
+@pytest.mark.ranks(2)
+def test_threads_have_groups_of_their_own(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, size):
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        found: list[list[float]] = [[], []]
+
+        def work(index: int) -> None:
+            for i in range(200):
+                x = torch.full((index * 40_000 + 1,), float(i + rank))
+                dist.all_reduce(x, group=groups[index])
+                found[index].append(x[-1].item())
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [[2.0 * i + 1 for i in range(200)]] * 2
+
+
+@pytest.mark.ranks(2)
+def test_torch_builds_on_it(tmp_path: Path) -> None:
+    """DTensor, DDP, functional collectives, DCP and FSDP2 itself."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed._functional_collectives import all_gather_tensor
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with joined(tmp_path) as (rank, size):
+        mesh = init_device_mesh("cpu", (size,))
+        whole = torch.arange(35.0).view(7, 5)
+        cut = distribute_tensor(whole, mesh, [Shard(0)])
+        assert torch.equal(cut.full_tensor(), whole)
+        assert torch.equal((cut @ cut.T).full_tensor(), whole @ whole.T)
+        turned = cut.redistribute(mesh, [Shard(1)])
+        assert torch.equal(turned.redistribute(mesh, [Replicate()]).to_local(), whole)
+        assert all_gather_tensor(torch.tensor([rank]), 0, mesh).tolist() == list(range(size))
+        state = {"x": cut}
+        dcp.save(state, checkpoint_id=tmp_path / "dcp")
+        state = {"x": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(0)])}
+        dcp.load(state, checkpoint_id=tmp_path / "dcp")
+        assert torch.equal(state["x"].full_tensor(), whole)
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Linear(9, 2))
+        batches = torch.randn(size, 4, 5)
+        plain(batches.view(-1, 5)).square().mean().backward()
+        want = [p.grad for p in plain.parameters()]
+        for wrap in (torch.nn.parallel.DistributedDataParallel,
+                     lambda model: fully_shard(model, mesh=mesh)):  # fmt: skip
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Linear(9, 2))
+            model = wrap(model)
+            model(batches[rank]).square().mean().backward()
+            for p, grad in zip(model.parameters(), want, strict=True):
+                own = getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+                torch.testing.assert_close(own, grad)
+
+
+@pytest.mark.ranks(2)
+def test_the_engine_is_beside_it(tmp_path: Path) -> None:
+    """One model sharded by the engine over a mesh of our groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with joined(tmp_path) as (rank, size):
+        mesh = init_device_mesh("cpu", (size,))
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 4)
+        plain = torch.nn.Linear(6, 4)
+        plain.load_state_dict(model.state_dict())
+        fsdpc.torch.fully_shard(model, mesh=mesh)
+        batches = torch.randn(size, 3, 6)
+        model(batches[rank]).square().mean().backward()
+        plain(batches.view(-1, 6)).square().mean().backward()
+        torch.testing.assert_close(fsdpc.torch.full_grad(model.weight), plain.weight.grad)
+
+
+@pytest.mark.ranks(3)
+def test_forms_that_torch_accepts(tmp_path: Path) -> None:
+    """Sparse tensors, several tensors of a rank, coalesced gathers, a root instead of options."""
+    with joined(tmp_path) as (rank, size):
+        group: Any = dist.group.WORLD
+        at = torch.tensor([[rank, rank + 1], [0, 1]])
+        sparse = torch.sparse_coo_tensor(at, torch.tensor([1.0, 2.0]), (size + 1, 2))
+        want = sum(
+            torch.sparse_coo_tensor(
+                torch.tensor([[r, r + 1], [0, 1]]), torch.tensor([1.0, 2.0]), (size + 1, 2)
+            ).to_dense()
+            for r in range(size)
+        )
+        dist.all_reduce(sparse)
+        assert torch.equal(sparse.to_dense(), want)
+        pair = [torch.full((3,), rank + 1.0), torch.full((3,), 10.0)]
+        group.allreduce(pair, dist.AllreduceOptions()).wait()
+        assert [x.tolist() for x in pair] == [[6 + 10.0 * size] * 3] * 2
+        outputs = [[torch.empty(2), torch.empty(5)] for _ in range(size)]
+        mine = [torch.full((2,), float(rank)), torch.full((5,), 10.0 * rank)]
+        group.allgather_coalesced(outputs, mine).wait()
+        assert [x[1][4].item() for x in outputs] == [10.0 * r for r in range(size)]
+        one = torch.full((2,), float(rank))
+        group.broadcast(one, root=2).wait()
+        assert one.tolist() == [2.0, 2.0]
+        works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(3000)]
+        works[-1].wait()
+        assert works[0].is_completed()
+
+
+@pytest.mark.ranks(3)
+def test_a_monitored_barrier_names_late_ranks(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, size):
+        group: Any = dist.group.WORLD
+        group.monitored_barrier(timedelta(seconds=30))
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"^Ranks 1, 2 failed to pass .* in 100 ms$"):
+                group.monitored_barrier(timedelta(seconds=0.1), wait_all_ranks=True)
+        else:
+            with pytest.raises(fsdpc.PeerError, match=r"Ranks 1, 2 failed to pass"):
+                dist.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_refusals(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, size):
+        with pytest.raises(ValueError, match=r"tensor on meta; it carries tensors of CPUs only"):
+            dist.all_reduce(torch.empty(3, device="meta"))
+        with pytest.raises(ValueError, match=r"bitwise operations are of integers"):
+            dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
+        splits = [1] * size if rank else [2] + [1] * (size - 1)
+        with pytest.raises(ValueError, match=r"rank 0 sends 8 bytes to rank 0, which expects 4"):
+            dist.all_to_all_single(torch.empty(size), torch.empty(sum(splits)), [1] * size, splits)
+        with pytest.raises(RuntimeError, match=rf"all_gather: {size} tensors of 3 .* one of 4"):
+            dist.all_gather_into_tensor(torch.empty(4), torch.empty(3))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, size):
+        with pytest.raises(fsdpc.MismatchError, match=r"rank 0 .*all_reduce.* rank 1 .*broadcast|"
+                                                      r"rank 1 .*broadcast.* rank 0 .*all_reduce"):
+            if rank == 0:
+                dist.all_reduce(torch.ones(5))
+            else:
+                dist.broadcast(torch.ones(5), 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    """One of the two notices first, and the other learns of it."""
+    with joined(tmp_path, seconds=1) as (rank, size):
+        with pytest.raises((TimeoutError, PeerError), match=r"waiting for 1 s in (barrier|recv) "
+                           r".*(waiting in|for rank).*the group's timeout raises the deadline"):
+            if rank == 0:
+                dist.barrier()
+            else:
+                dist.recv(torch.empty(1), 0)
