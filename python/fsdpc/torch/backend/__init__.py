@@ -26,9 +26,9 @@ from torch import Tensor
 
 from fsdpc import _core
 from fsdpc.distributed.environment import this_host
-from fsdpc.torch.backend.copies import Copies
-from fsdpc.torch.backend.reductions import Reductions
-from fsdpc.torch.backend.works import (
+from fsdpc.torch.backend._copies import Copies
+from fsdpc.torch.backend._reductions import Reductions
+from fsdpc.torch.backend._works import (
     ANY,
     Async,
     Operation,

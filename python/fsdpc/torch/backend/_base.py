@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpc import _core
-from fsdpc.torch.backend.works import (
+from fsdpc.torch.backend._works import (
     InvalidArgument,
     Operation,
     described,

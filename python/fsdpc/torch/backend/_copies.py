@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpc import _core
-from fsdpc.torch.backend.base import Base
-from fsdpc.torch.backend.works import (
+from fsdpc.torch.backend._base import Base
+from fsdpc.torch.backend._works import (
     InvalidArgument,
     Operation,
     all_of,
