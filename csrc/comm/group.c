@@ -8,11 +8,13 @@
 #include <stdlib.h>
 
 #include "comm/shm_coll.h"
+#include "comm/shm_peers.h"
 #include "comm/comm_shm.h"
 
 /* A group that met by itself, and its parts. */
 typedef struct family {
     pthread_mutex_t lock;
+    fsdpc_interrupt interrupt; /* the caller's */
     fsdpc_group *groups;
 } family;
 
@@ -31,6 +33,16 @@ static void carry_on(void *arg)
         if (!group->comm->poison[0])
             (void)fsdpc_p2p_progress(group->p2p);
     }
+}
+
+/* The caller's check may run a signal handler, which may use the groups. */
+static fsdpc_status check_unlocked(void *arg)
+{
+    family *of = arg;
+    pthread_mutex_unlock(&of->lock);
+    fsdpc_status status = fsdpc_interrupt_check(&of->interrupt);
+    pthread_mutex_lock(&of->lock);
+    return status;
 }
 
 /* Takes ownership of `comm`, even on failure. */
@@ -74,10 +86,13 @@ fsdpc_status fsdpc_group_create(const fsdpc_comm_config *config, fsdpc_group **o
         comm->carry_arg = of;
         status = group_over(comm, of, out);
     }
-    if (status == FSDPC_OK)
-        (*out)->comm->lock = &of->lock;
-    else
+    if (status != FSDPC_OK) {
         family_free(of);
+        return status;
+    }
+    of->interrupt = comm->interrupt;
+    comm->interrupt = (fsdpc_interrupt){check_unlocked, of};
+    comm->lock = &of->lock;
     return status;
 }
 
@@ -135,14 +150,25 @@ fsdpc_status fsdpc_group_post(fsdpc_group *group, const fsdpc_coll *op, fsdpc_gr
     return status;
 }
 
+/* An interrupt leaves a work in flight; any other result ends it. */
+static fsdpc_status ended(fsdpc_group_work *work, fsdpc_status status)
+{
+    if (status == FSDPC_IN_PROGRESS || status == FSDPC_ERR_INTERRUPT)
+        return status;
+    if (work->is_message && work->message.state == FSDPC_P2P_POSTED)
+        fsdpc_p2p_drop(work->group->p2p, &work->message);
+    work->group = NULL;
+    return status;
+}
+
 static fsdpc_status post_message(fsdpc_group *group, fsdpc_p2p_work message, fsdpc_group_work *work)
 {
     *work = (fsdpc_group_work){.group = group, .is_message = true, .message = message};
     pthread_mutex_lock(&group->family->lock);
     fsdpc_status status = fsdpc_p2p_post(group->p2p, &work->message);
-    pthread_mutex_unlock(&group->family->lock);
     if (status != FSDPC_OK)
-        work->group = NULL;
+        ended(work, status);
+    pthread_mutex_unlock(&group->family->lock);
     return status;
 }
 
@@ -162,14 +188,6 @@ fsdpc_status fsdpc_group_recv(fsdpc_group *group, int peer, uint64_t tag, void *
     return post_message(group, message, work);
 }
 
-/* An interrupt leaves a work in flight; any other result ends it. */
-static fsdpc_status ended(fsdpc_group_work *work, fsdpc_status status)
-{
-    if (status != FSDPC_IN_PROGRESS && status != FSDPC_ERR_INTERRUPT)
-        work->group = NULL;
-    return status;
-}
-
 static fsdpc_status test(fsdpc_group_work *work)
 {
     return work->is_message ? fsdpc_p2p_test(work->group->p2p, &work->message)
@@ -183,7 +201,15 @@ fsdpc_status fsdpc_group_test(fsdpc_group_work *work)
         return FSDPC_OK;
     pthread_mutex_lock(&group->family->lock);
     carry_on(group->family);
-    fsdpc_status status = ended(work, test(work));
+    fsdpc_status status = test(work);
+    if (status == FSDPC_IN_PROGRESS && fsdpc_shm_peers_check((fsdpc_shm_comm *)group->comm) < 0) {
+        status = test(work); /* a peer may have done its part before it ended */
+        if (status == FSDPC_IN_PROGRESS) {
+            fsdpc_shm_peers_check((fsdpc_shm_comm *)group->comm);
+            status = fsdpc_shm_fail((fsdpc_shm_comm *)group->comm, FSDPC_ERR_PEER);
+        }
+    }
+    status = ended(work, status);
     pthread_mutex_unlock(&group->family->lock);
     return status;
 }
@@ -207,13 +233,11 @@ void fsdpc_group_drop(fsdpc_group_work *work)
     if (!group)
         return;
     pthread_mutex_lock(&group->family->lock);
-    if (test(work) == FSDPC_IN_PROGRESS) {
+    fsdpc_status status = test(work);
+    if (status == FSDPC_IN_PROGRESS)
         fsdpc_comm_abort(group->comm, "a process group was destroyed, or an operation's result "
                                       "dropped, before the operation was done");
-        if (work->is_message)
-            fsdpc_p2p_drop(group->p2p, &work->message);
-    }
-    work->group = NULL;
+    ended(work, FSDPC_OK);
     pthread_mutex_unlock(&group->family->lock);
 }
 

@@ -365,7 +365,9 @@ fsdpc_status fsdpc_p2p_progress(fsdpc_p2p *p2p)
         if (p == p2p->comm->base.rank)
             continue;
         send_to(p2p, p);
-        FSDPC_TRY(receive_from(p2p, p));
+        fsdpc_status status = receive_from(p2p, p);
+        if (status != FSDPC_OK)
+            return fsdpc_shm_fail(p2p->comm, status);
     }
     return FSDPC_OK;
 }
@@ -409,11 +411,26 @@ fsdpc_status fsdpc_p2p_post(fsdpc_p2p *p2p, fsdpc_p2p_work *work)
     return fsdpc_p2p_progress(p2p);
 }
 
+static bool all_others_left(const fsdpc_shm_comm *comm)
+{
+    int n = 0;
+    for (int p = 0; p < comm->base.size; p++)
+        n += p != comm->base.rank &&
+             atomic_load_explicit(&comm->control->slots[p].left, memory_order_acquire);
+    return n == comm->base.size - 1;
+}
+
 fsdpc_status fsdpc_p2p_test(fsdpc_p2p *p2p, fsdpc_p2p_work *work)
 {
+    bool none =
+        work->peer == FSDPC_P2P_ANY && all_others_left(p2p->comm); /* before the last look */
     FSDPC_TRY(fsdpc_shm_progress(p2p->comm));
     FSDPC_TRY(fsdpc_p2p_progress(p2p));
     if (work->state != FSDPC_P2P_DONE) {
+        if (none)
+            return fsdpc_fail(FSDPC_ERR_PEER,
+                              "rank %d receives from any rank, and all others have left",
+                              p2p->comm->base.world_rank);
         p2p->comm->awaited = (fsdpc_shm_awaited){.kind = FSDPC_SHM_AWAITS_RANK,
                                                  .target = (uint64_t)(int64_t)work->peer};
         return FSDPC_IN_PROGRESS;

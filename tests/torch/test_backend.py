@@ -42,7 +42,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
 
 OPS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
-    dist.ReduceOp.AVG: lambda x: x.sum(0) / len(x) if x.is_floating_point() else x.sum(0) // len(x),
+    dist.ReduceOp.AVG: lambda x: x.float().mean(0) if x.element_size() == 2 else x.mean(0),
     dist.ReduceOp.PRODUCT: lambda x: x.prod(0),
     dist.ReduceOp.MIN: lambda x: x.amin(0),
     dist.ReduceOp.MAX: lambda x: x.amax(0),
@@ -59,7 +59,8 @@ def test_reductions(tmp_path: Path) -> None:
     with joined(tmp_path) as (rank, size):
         for op, compute in OPS.items():
             bitwise = op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
-            for dtype in INTEGERS if bitwise else FLOATS + INTEGERS:
+            mean = op == dist.ReduceOp.AVG
+            for dtype in INTEGERS if bitwise else FLOATS if mean else FLOATS + INTEGERS:
                 for shape in SIZES:
                     every = torch.stack([values(r, shape, dtype) for r in range(size)])
                     want = compute(every).to(dtype)
@@ -302,6 +303,8 @@ def test_refusals(tmp_path: Path) -> None:
     with joined(tmp_path) as (rank, size):
         with pytest.raises(ValueError, match=r"tensor on meta; it carries tensors of CPUs only"):
             dist.all_reduce(torch.empty(3, device="meta"))
+        with pytest.raises(ValueError, match=r"does not reduce torch.uint8 by avg"):
+            dist.all_reduce(torch.ones(3, dtype=torch.uint8), op=dist.ReduceOp.AVG)
         with pytest.raises(ValueError, match=r"bitwise operations are of integers"):
             dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
         splits = [1] * size if rank else [2] + [1] * (size - 1)
@@ -311,15 +314,108 @@ def test_refusals(tmp_path: Path) -> None:
             dist.all_gather_into_tensor(torch.empty(4), torch.empty(3))
 
 
+CALLS: dict[str, Callable[[int], Any]] = {
+    "all_reduce.*broadcast": lambda rank: (
+        dist.broadcast(torch.ones(5), 0) if rank else dist.all_reduce(torch.ones(5))),
+    "avg.*sum": lambda rank: dist.all_reduce(
+        torch.ones(5), op=dist.ReduceOp.SUM if rank else dist.ReduceOp.AVG),
+    "to 0.*to 1": lambda rank: dist.reduce(torch.ones(5), rank),
+    "reduce_scatter.*all_reduce": lambda rank: (
+        dist.all_reduce(torch.ones(4)) if rank
+        else dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))),
+    "float32.*int32": lambda rank: dist.all_gather_into_tensor(
+        torch.empty(4, dtype=torch.int32 if rank else torch.float32),
+        torch.empty(2, dtype=torch.int32 if rank else torch.float32)),
+}  # fmt: skip
+
+
 @pytest.mark.ranks(2)
-def test_ranks_that_disagree(tmp_path: Path) -> None:
-    with joined(tmp_path) as (rank, size):
-        with pytest.raises(fsdpc.MismatchError, match=r"rank 0 .*all_reduce.* rank 1 .*broadcast|"
-                                                      r"rank 1 .*broadcast.* rank 0 .*all_reduce"):
-            if rank == 0:
-                dist.all_reduce(torch.ones(5))
-            else:
-                dist.broadcast(torch.ones(5), 0)
+@pytest.mark.parametrize("words", CALLS)
+def test_ranks_that_disagree(tmp_path: Path, words: str) -> None:
+    first, second = words.split(".*")
+    with joined(tmp_path) as (rank, _):
+        with pytest.raises(fsdpc.MismatchError, match=f"{words}|{second}.*{first}"):
+            CALLS[words](rank)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_stays_with_its_operation(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, _):
+        if rank == 1:
+            dist.send(torch.ones(3), 0)
+        else:
+            bad: Any = dist.irecv(torch.empty(2), 1)
+            with pytest.raises(fsdpc.MismatchError, match=r"receives 8 bytes .* was sent 12"):
+                bad.wait()
+        x = torch.ones(2)
+        dist.all_reduce(x, async_op=True).wait()
+        assert x.tolist() == [2, 2]
+        if rank == 0:
+            with pytest.raises(fsdpc.MismatchError):
+                bad.wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_group_closed_under_a_thread(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    def receive() -> None:
+        try:
+            dist.recv(torch.empty(1), 1 - rank)
+        except (RuntimeError, PeerError) as error:
+            found.append(str(error))
+
+    with joined(tmp_path) as (rank, _):
+        thread = threading.Thread(target=receive)
+        thread.start()
+        dist.barrier()
+    thread.join()
+    assert "destroyed while a thread used it" in found[0] or "left" in found[0], found
+
+
+@pytest.mark.ranks(2)
+def test_a_store_serves_several_default_groups(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    for _ in range(3):
+        dist.init_process_group("fsdpc", store=store, rank=fsdpc.rank(), world_size=2)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x == 2
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(3)
+def test_departures_are_noticed(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, _):
+        if rank == 0:
+            with pytest.raises(PeerError, match="all others have left"):
+                dist.recv(torch.empty(1))
+
+
+@pytest.mark.ranks(2)
+def test_threads_share_a_group(tmp_path: Path) -> None:
+    """Messages with a tag for each thread, and works that other threads advance."""
+    with joined(tmp_path) as (rank, _):
+        failed: list[BaseException] = []
+
+        def work(tag: int) -> None:
+            try:
+                for i in range(100):
+                    got = torch.empty(1)
+                    sent = dist.isend(torch.full((1,), float(i)), 1 - rank, tag=tag)
+                    dist.recv(got, 1 - rank, tag=tag)
+                    sent.wait()  # type: ignore[union-attr]
+                    assert got == i
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(tag,)) for tag in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        dist.barrier()
 
 
 @pytest.mark.ranks(2)

@@ -9,14 +9,16 @@
 #include "comm/group.h"
 
 typedef struct py_group {
-    PyObject_HEAD fsdpc_group *group; /* NULL: closed */
+    PyObject_HEAD fsdpc_group *group;
+    bool closed;
+    int users; /* calls that have released the GIL; the last one destroys a closed group */
 } py_group;
 
 typedef struct py_work {
     PyObject_HEAD fsdpc_group_work work;
     PyObject *group, *keep;
     fsdpc_coll_extent *extents;
-    char what[32];
+    char what[64];
 } py_work;
 
 static fsdpc_status check_signals(void *Py_UNUSED(arg))
@@ -33,11 +35,30 @@ static fsdpc_status check_signals(void *Py_UNUSED(arg))
 
 static fsdpc_group *group_of(PyObject *object)
 {
-    fsdpc_group *group = ((py_group *)object)->group;
-    if (!group)
+    const py_group *self = (py_group *)object;
+    if (self->closed)
         PyErr_SetString(PyExc_RuntimeError, "the process group was destroyed");
-    return group;
+    return self->closed ? NULL : self->group;
 }
+
+static void destroy_if_unused(py_group *self)
+{
+    fsdpc_group *group = self->group;
+    if (!self->closed || self->users > 0)
+        return;
+    self->group = NULL;
+    FSDPC_PY_WITHOUT_GIL(fsdpc_group_destroy(group));
+}
+
+/* Runs a call on the group without the GIL. */
+#define USING(object, ...)                                                                         \
+    do {                                                                                           \
+        py_group *user_ = (py_group *)(object);                                                    \
+        user_->users++;                                                                            \
+        FSDPC_PY_WITHOUT_GIL(__VA_ARGS__);                                                         \
+        user_->users--;                                                                            \
+        destroy_if_unused(user_);                                                                  \
+    } while (0)
 
 /* ---- Life ---- */
 
@@ -91,7 +112,7 @@ static PyObject *group_part(PyObject *object, PyObject *args)
         members[i] = (int)PyLong_AsLong(PyList_GET_ITEM(list, i));
     fsdpc_status status = FSDPC_OK;
     if (part && !PyErr_Occurred())
-        FSDPC_PY_WITHOUT_GIL(status = fsdpc_group_part(whole, members, (int)n, id, &part->group));
+        USING(object, status = fsdpc_group_part(whole, members, (int)n, id, &part->group));
     PyMem_Free(members);
     if (part && !PyErr_Occurred() && status == FSDPC_OK)
         return (PyObject *)part;
@@ -102,9 +123,14 @@ static PyObject *group_part(PyObject *object, PyObject *args)
 static PyObject *group_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     py_group *self = (py_group *)object;
-    fsdpc_group *group = self->group;
-    self->group = NULL;
-    FSDPC_PY_WITHOUT_GIL(fsdpc_group_destroy(group));
+    if (self->closed)
+        Py_RETURN_NONE;
+    self->closed = true;
+    if (self->users > 0) {
+        static const char reason[] = "a process group was destroyed while a thread used it";
+        USING(object, fsdpc_group_abort(self->group, reason));
+    }
+    destroy_if_unused(self);
     Py_RETURN_NONE;
 }
 
@@ -121,7 +147,7 @@ static PyObject *group_abort(PyObject *object, PyObject *args)
     const char *reason;
     if (!group || !PyArg_ParseTuple(args, "s", &reason))
         return NULL;
-    FSDPC_PY_WITHOUT_GIL(fsdpc_group_abort(group, reason));
+    USING(object, fsdpc_group_abort(group, reason));
     Py_RETURN_NONE;
 }
 
@@ -173,7 +199,7 @@ static PyObject *post(PyObject *object, PyObject *keep, const char *what, fsdpc_
     op.what = self->what;
     op.extents = extents;
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_group_post(group, &op, &self->work));
+    USING(object, status = fsdpc_group_post(group, &op, &self->work));
     return posted(self, status);
 }
 
@@ -313,10 +339,10 @@ static PyObject *message(PyObject *object, PyObject *args, bool receives)
     if (!self)
         return NULL;
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(
-        status = receives
-                     ? fsdpc_group_recv(group, peer, tag, at(data), (size_t)bytes, &self->work)
-                     : fsdpc_group_send(group, peer, tag, at(data), (size_t)bytes, &self->work));
+    USING(object,
+          status = receives
+                       ? fsdpc_group_recv(group, peer, tag, at(data), (size_t)bytes, &self->work)
+                       : fsdpc_group_send(group, peer, tag, at(data), (size_t)bytes, &self->work));
     return posted(self, status);
 }
 
@@ -361,7 +387,7 @@ static void work_dealloc(PyObject *object)
 {
     py_work *self = (py_work *)object;
     if (self->work.group && ((py_group *)self->group)->group)
-        FSDPC_PY_WITHOUT_GIL(fsdpc_group_drop(&self->work));
+        USING(self->group, fsdpc_group_drop(&self->work));
     PyMem_Free(self->extents);
     Py_XDECREF(self->keep);
     Py_XDECREF(self->group);
@@ -374,7 +400,7 @@ static PyObject *work_wait(PyObject *object, PyObject *Py_UNUSED(unused))
     if (self->work.group && !group_of(self->group))
         return NULL;
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_group_wait(&self->work));
+    USING(self->group, status = fsdpc_group_wait(&self->work));
     return fsdpc_py_none(status);
 }
 
@@ -384,7 +410,7 @@ static PyObject *work_test(PyObject *object, PyObject *Py_UNUSED(unused))
     if (self->work.group && !group_of(self->group))
         return NULL;
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_group_test(&self->work));
+    USING(self->group, status = fsdpc_group_test(&self->work));
     if (status < 0)
         return fsdpc_py_raise(status);
     return PyBool_FromLong(status == FSDPC_OK);

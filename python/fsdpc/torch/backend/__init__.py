@@ -125,11 +125,13 @@ def _create(given: Any, _: Any) -> Any:
         identity = hashlib.sha256(given.group_id.encode()).digest()[:8]
         group = default.core.part(ranks, int.from_bytes(identity, "little"))
         return _opened(group, rank, size, ranks, seconds)
-    store.set(f"host/{rank}", this_host()[0])
+    meeting = store.add(f"meetings/{rank}", 1)  # a store may outlive several default groups
+    store.set(f"{meeting}/host/{rank}", this_host()[0])
     if rank == 0:
-        hosts = {store.get(f"host/{other}") for other in range(size)}
-        store.set("meet", f"{len(hosts)} c10d:{uuid.uuid4().hex} {uuid.uuid4().hex}")
-    n_hosts, address, secret = store.get("meet").decode().split()
+        hosts = {store.get(f"{meeting}/host/{other}") for other in range(size)}
+        secret = f"{uuid.uuid4().hex} {uuid.uuid4().hex}"
+        store.set(f"{meeting}/meet", f"{len(hosts)} c10d:{secret}")
+    n_hosts, address, secret = store.get(f"{meeting}/meet").decode().split()
     if int(n_hosts) > 1:
         if rank == 0:
             _log.warning("%d ranks on %s hosts: gloo carries this process group", size, n_hosts)

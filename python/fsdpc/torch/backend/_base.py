@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from fsdpc.torch.backend._works import (
     n_bytes,
 )
 
+_LOOKED_AT = 4  # operations in flight, by each new one
+
 
 class Base(dist.ProcessGroup):
     """What all kinds of operations share."""
@@ -32,7 +35,7 @@ class Base(dist.ProcessGroup):
         group.set_timeout(timeout_s)
         self._group, self._rank, self._size = group, rank, size
         self._ranks = ranks  # of the default group, in this group's order
-        self._unfinished: deque[Operation] = deque()  # the caller need not keep them
+        self._unfinished: dict[int, Operation] = {}  # the caller need not keep them
         self._name = ""
 
     # -- what torch asks for --
@@ -103,9 +106,13 @@ class Base(dist.ProcessGroup):
         if not is_async(opts):
             work.wait()
             return work
-        while self._unfinished and self._unfinished[0].is_completed():
-            self._unfinished.popleft()
-        self._unfinished.append(work)
+        for key in list(islice(self._unfinished, _LOOKED_AT)):
+            other = self._unfinished.pop(key, None)
+            if other is not None:
+                self._unfinished[key] = other  # the oldest ones take turns
+                other.advance()
+        self._unfinished[id(work)] = work
+        work.forget = partial(self._unfinished.pop, id(work), None)
         return work
 
     def _exchange(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -51,30 +52,41 @@ def _name_of(op: Any) -> str:
     for known, name in _OPS:
         if op == known:
             return name
-    raise InvalidArgument(f"a process group of fsdpc does not reduce by {op}")
+    raise InvalidArgument(f"a process group of fsdpc does not reduce by {getattr(op, 'op', op)}")
 
 
 class Reductions(Base):
     """Operations that combine the ranks' tensors."""
 
     def _reduce(
-        self, tensor: Tensor, out: Tensor | None, op: Any, first: int, part: int
+        self,
+        tensor: Tensor,
+        out: Tensor | None,
+        op: Any,
+        first: int,
+        part: int,
+        call: str = "all_reduce",
     ) -> tuple[_core.GroupWork, Callable[[], Any] | None]:
         """Reduce a contiguous tensor; ``out`` receives a part of the result."""
         if tensor.is_complex():
             if not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG):
-                raise InvalidArgument(f"{op} of {tensor.dtype}: complex numbers are only added")
+                raise InvalidArgument(f"{tensor.dtype}: complex numbers are only added")
             tensor = torch.view_as_real(tensor)
             out = out if out is None else torch.view_as_real(out)
             first, part = 2 * first, 2 * part
         name = _name_of(op)
-        floats = tensor.is_floating_point()
+        floats, mean = tensor.is_floating_point(), op == dist.ReduceOp.AVG
+        if (mean and not floats) or tensor.dtype == torch.uint64:
+            raise InvalidArgument(
+                f"a process group of fsdpc does not reduce {tensor.dtype} by "
+                f"{'avg' if mean else name}"
+            )
         if floats and name in ("and", "or", "xor"):
-            raise InvalidArgument(f"{op} of {tensor.dtype}: bitwise operations are of integers")
+            raise InvalidArgument(f"{name} of {tensor.dtype}: bitwise operations are of integers")
         wide: torch.dtype | None = None
         if tensor.dtype not in _DTYPES:
             wide = torch.float32 if floats else torch.int64
-        elif tensor.dtype in (torch.float16, torch.bfloat16) and name == "product":
+        elif tensor.dtype in (torch.float16, torch.bfloat16) and (mean or name == "product"):
             wide = torch.float32
         target = out
         if wide is not None:
@@ -82,15 +94,15 @@ class Reductions(Base):
             target = None if out is None else torch.empty(out.shape, dtype=wide)
         handle = self._group.all_reduce(
             (tensor, target), tensor.data_ptr(), 0 if target is None else target.data_ptr(),
-            tensor.numel(), _DTYPES[tensor.dtype], name, first, part, described(tensor),
+            tensor.numel(), _DTYPES[tensor.dtype], name, first, part,
+            f"{call} {'avg' if mean else name} {described(tensor)}",
         )  # fmt: skip
-        if out is None or target is None or (wide is None and op != dist.ReduceOp.AVG):
+        if out is None or target is None or (wide is None and not mean):
             return handle, None
 
         def finish() -> None:
-            if op == dist.ReduceOp.AVG:
-                divide = target.div_ if target.is_floating_point() else target.floor_divide_
-                divide(self._size)
+            if mean:
+                target.div_(self._size)
             if wide is not None:
                 out.copy_(target)
 
@@ -109,7 +121,7 @@ class Reductions(Base):
         op = _op_of(opts)
         name = _name_of(op)
         if name not in _LOCAL:
-            raise InvalidArgument(f"allreduce: {op} of several tensors of a rank")
+            raise InvalidArgument(f"allreduce: {name} of several tensors of a rank")
         one = _LOCAL[name](torch.stack(tensors), dim=0)
         handle, finish = self._reduce(one, one, op, 0, one.numel())
         return self._done(
@@ -177,9 +189,9 @@ class Reductions(Base):
         (tensor,) = tensors
         dense, back = dense_of(tensor)
         if self._rank != root:
-            handle, _ = self._reduce(dense, None, op, root, 0)
+            handle, _ = self._reduce(dense, None, op, 0, 0, f"reduce to {root}")
             return self._done([handle], tensors, opts)
-        handle, finish = self._reduce(dense, dense, op, 0, dense.numel())
+        handle, finish = self._reduce(dense, dense, op, 0, dense.numel(), f"reduce to {root}")
         return self._done([handle], tensors, opts, all_of([finish, back]))
 
     def reduce_scatter(
@@ -195,16 +207,25 @@ class Reductions(Base):
                 f"{self._size} ranks and an output of {output.numel()}"
             )
         first = sum(part.numel() for part in parts[: self._rank])
-        return self._scattered([output], [flat(parts)], [first], opts)
+        sizes = zlib.crc32(str([part.numel() for part in parts]).encode())
+        what = f"reduce_scatter {sizes:08x}"  # ranks must agree on the parts
+        return self._scattered([output], [flat(parts)], [first], opts, what)
 
     def _scattered(
-        self, outputs: list[Tensor], inputs: list[Tensor], firsts: list[int], opts: Any
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        firsts: list[int],
+        opts: Any,
+        what: str = "reduce_scatter",
     ) -> Operation:
         op = _op_of(opts)
         handles, finishes = [], []
         for output, whole, first in zip(outputs, inputs, firsts, strict=True):
             dense, back = dense_of(output)
-            handle, finish = self._reduce(whole.contiguous(), dense, op, first, dense.numel())
+            handle, finish = self._reduce(
+                whole.contiguous(), dense, op, first, dense.numel(), what
+            )
             handles.append(handle)
             finishes += [f for f in (finish, back) if f is not None]
         return self._done(handles[::-1], outputs, opts, all_of(finishes))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +34,9 @@ class Operation(Work):
         super().__init__()
         self._handles, self._result, self._finish = list(handles), result, finish
         self._source = ANY
+        self._turn = threading.Lock()  # to advance it
+        self._error: Exception | None = None
+        self.forget: Callable[[], Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done, for at most ``timeout`` or, if it is 0, until the group's."""
@@ -40,24 +45,44 @@ class Operation(Work):
             if time.monotonic() > end:
                 raise TimeoutError(f"Timed out: an operation is not done after {timeout}")
             time.sleep(0.0001)
-        while self._handles:
-            self._handles[-1].wait()
-            self._source = self._handles.pop().source
-        self._end()
+        with self._turn:
+            self._advance(lambda handle: handle.wait() is None)
         return True
 
-    def _end(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+    def _advance(self, step: Callable[[_core.GroupWork], bool]) -> bool:
+        """Return whether it is done; raise its error, now and later."""
+        if self._error is not None:
+            raise self._error
+        try:
+            while self._handles and step(self._handles[-1]):
+                self._source = self._handles.pop().source
+            if self._handles:
+                return False
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            if (self._error is not None or not self._handles) and self.forget is not None:
+                self.forget()
+                self.forget = None
+        return True
 
     def is_completed(self) -> bool:
         """Advance operations; return whether this one is done."""
-        while self._handles and self._handles[-1].test():
-            self._source = self._handles.pop().source
-        if not self._handles:
-            self._end()
-        return not self._handles
+        if not self._turn.acquire(blocking=False):
+            return False  # another thread waits for it
+        try:
+            return self._advance(lambda handle: handle.test())
+        finally:
+            self._turn.release()
+
+    def advance(self) -> None:
+        """Advance it; its own caller learns of an error."""
+        with suppress(Exception):
+            self.is_completed()
 
     def is_success(self) -> bool:
         """Return whether it is done; a failure raises."""
