@@ -3,7 +3,7 @@
  *   bench_attention [isa]     default: every path this machine has
  *
  * Prints the best and the median of many calls, in microseconds of the thread's processor time, so
- * that others may share the machine. The baseline to put beside it, in the same minutes, is
+ * that others may share the machine. The baseline, measured in the same minutes, is
  * torch.nn.functional.scaled_dot_product_attention on (B, H, T, D) views of (B, T, H, D), one
  * thread.
  */

@@ -4,7 +4,7 @@
  * As STREAM's triad, a += q b, but over the arrays of a step: parameter, gradient and two states
  * are read, all but the gradient are written where they were read, and the parameter buffer, if
  * any, gets the upper halves of the parameters (bf16 without rounding) by stores that go past the
- * cache. There is no division and no root, so the time is memory's. An element's loads come
+ * cache. It neither divides nor takes roots, so memory limits it. An element's loads come
  * before its stores, which took a tenth off the time on a Zen 3.
  *
  * `ahead` asks for the lines 2 KiB further on, as csrc/ops/flat_stream_body.h does; whether that

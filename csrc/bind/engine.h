@@ -72,6 +72,10 @@ typedef struct fsdpc_py_unit {
     int input_dtype, output_dtype; /* dtypes to cast tensors to; -1: no cast */
 } fsdpc_py_unit;
 
+/* An interrupt callback: reports Ctrl-C, and runs Python's signal handlers. */
+fsdpc_status fsdpc_py_check_signals(void *unused);
+/* Parses one of the first n_known reductions of FSDPC_RED_TABLE; returns -1 with ValueError. */
+int fsdpc_py_parse_red(const char *name, int n_known, fsdpc_red *out);
 /* Returns a Comm object's open communicator, or NULL with an exception. */
 fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
 /* Returns the object as a Unit, or NULL with TypeError. */

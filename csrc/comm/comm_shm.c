@@ -19,7 +19,7 @@
 #include "comm/shm_param_buffer.h"
 #include "comm/comm_shm.h"
 
-enum { CHECK_EVERY_NS = 20000000, LONGEST_NAP_NS = 100000000 };
+enum { LONGEST_NAP_NS = 100000000 };
 
 enum { FIRST_GROUP = 0x66736470 };
 
@@ -39,14 +39,7 @@ static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
     fsdpc_shm_nap_take(self->bell, &self->nap, max_ns < LONGEST_NAP_NS ? max_ns : LONGEST_NAP_NS);
     if (comm->lock)
         pthread_mutex_lock(comm->lock);
-    int64_t now = fsdpc_clock_ns();
-    if (now - self->checked_ns < CHECK_EVERY_NS)
-        return FSDPC_OK;
-    self->checked_ns = now;
-    if (fsdpc_shm_poisoned(self->control)) /* for callers that wait for something outside this
-                                            * group */
-        return fsdpc_shm_adopt_poison(self);
-    return fsdpc_shm_peers_check(self);
+    return fsdpc_shm_peers_look(self);
 }
 
 static void shm_wake(fsdpc_comm *comm)

@@ -7,9 +7,8 @@
 
 #include <stdlib.h>
 
-#include "comm/shm_coll.h"
-#include "comm/shm_peers.h"
 #include "comm/comm_shm.h"
+#include "comm/shm_peers.h"
 
 /* A group that met by itself, and its parts. */
 typedef struct family {
@@ -25,11 +24,11 @@ struct fsdpc_group {
     fsdpc_group *next;
 };
 
-/* Advances all groups. A failure is reported by the next call on its own group. */
+/* Advances all groups' messages; polls advance all groups' collectives themselves. A failure is
+ * reported by the next call on its own group. */
 static void carry_on(void *arg)
 {
     for (fsdpc_group *group = ((family *)arg)->groups; group; group = group->next) {
-        (void)fsdpc_shm_progress((fsdpc_shm_comm *)group->comm);
         if (!group->comm->poison[0])
             (void)fsdpc_p2p_progress(group->p2p);
     }
@@ -201,13 +200,15 @@ fsdpc_status fsdpc_group_test(fsdpc_group_work *work)
         return FSDPC_OK;
     pthread_mutex_lock(&group->family->lock);
     carry_on(group->family);
-    fsdpc_status status = test(work);
-    if (status == FSDPC_IN_PROGRESS && fsdpc_shm_peers_check((fsdpc_shm_comm *)group->comm) < 0) {
-        status = test(work); /* a peer may have done its part before it ended */
-        if (status == FSDPC_IN_PROGRESS) {
-            fsdpc_shm_peers_check((fsdpc_shm_comm *)group->comm);
-            status = fsdpc_shm_fail((fsdpc_shm_comm *)group->comm, FSDPC_ERR_PEER);
-        }
+    fsdpc_shm_comm *comm = (fsdpc_shm_comm *)group->comm;
+    fsdpc_status status = test(work), peers = FSDPC_OK;
+    if (status == FSDPC_IN_PROGRESS)
+        peers = fsdpc_shm_peers_look(comm);
+    if (peers != FSDPC_OK) {
+        /* A peer may have done its part before it ended. */
+        status = test(work);
+        if (status == FSDPC_IN_PROGRESS)
+            status = fsdpc_shm_fail(comm, peers);
     }
     status = ended(work, status);
     pthread_mutex_unlock(&group->family->lock);

@@ -135,14 +135,10 @@ static fsdpc_status share(fsdpc_p2p *p2p, size_t bytes, uint64_t tag)
 {
     fsdpc_shm_comm *self = p2p->comm;
     fsdpc_status status = FSDPC_OK;
-    if (self->base.rank == 0) {
+    if (self->base.rank == 0)
         status =
             fsdpc_shm_segment_create("fsdpc mail", bytes, !self->world->threads, &p2p->segment);
-        FSDPC_KEEP_FIRST(status, fsdpc_shm_give_all(self, tag, p2p->segment, status));
-        FSDPC_KEEP_FIRST(status, fsdpc_shm_given_all(self));
-    } else {
-        status = fsdpc_shm_take_from(self, 0, tag, bytes, &p2p->segment);
-    }
+    status = fsdpc_shm_share_first(self, tag, bytes, status, &p2p->segment);
     if (status != FSDPC_OK || !p2p->segment)
         return status; /* the agreement reports rank 0's failure */
     status = fsdpc_shm_segment_map(p2p->segment, true);

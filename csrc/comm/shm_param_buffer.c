@@ -52,13 +52,9 @@ static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_param_buffer *param_bu
     size_t data_bytes = 0, all_bytes = 0;
     FSDPC_TRY(param_buffer_bytes(self, param_buffer->base.bytes, &data_bytes, &all_bytes));
     fsdpc_status status = FSDPC_OK;
-    if (self->base.rank == 0) {
+    if (self->base.rank == 0)
         status = create_segment(self, param_buffer->tier, all_bytes, &param_buffer->segment);
-        FSDPC_KEEP_FIRST(status, fsdpc_shm_give_all(self, tag, param_buffer->segment, status));
-        FSDPC_KEEP_FIRST(status, fsdpc_shm_given_all(self));
-    } else {
-        status = fsdpc_shm_take_from(self, 0, tag, all_bytes, &param_buffer->segment);
-    }
+    status = fsdpc_shm_share_first(self, tag, all_bytes, status, &param_buffer->segment);
     if (status != FSDPC_OK || !param_buffer->segment)
         return status; /* the agreement reports rank 0's failure */
     status = fsdpc_shm_segment_map(param_buffer->segment, true);

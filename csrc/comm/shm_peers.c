@@ -211,6 +211,19 @@ fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
     return adopt_from_groups(self);
 }
 
+fsdpc_status fsdpc_shm_peers_look(fsdpc_shm_comm *self)
+{
+    enum { EVERY_NS = 20000000 };
+    int64_t now = fsdpc_clock_ns();
+    if (now - self->checked_ns < EVERY_NS)
+        return FSDPC_OK;
+    self->checked_ns = now;
+    if (fsdpc_shm_poisoned(self->control)) /* for callers that wait for something outside this
+                                            * group */
+        return fsdpc_shm_adopt_poison(self);
+    return fsdpc_shm_peers_check(self);
+}
+
 const fsdpc_shm_param_buffer *fsdpc_shm_param_buffer_ahead(const fsdpc_shm_comm *self, int rank)
 {
     for (const fsdpc_shm_param_buffer *param_buffer = self->param_buffers; param_buffer;
@@ -263,4 +276,14 @@ fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, s
     FSDPC_TRY(fsdpc_shm_world_take(self->world, &self->base, self->members[from], tag, bytes, out));
     fsdpc_shm_ring_bell(self->bell);
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_share_first(fsdpc_shm_comm *self, uint64_t tag, size_t bytes,
+                                   fsdpc_status status, fsdpc_shm_segment **segment)
+{
+    if (self->base.rank != 0)
+        return fsdpc_shm_take_from(self, 0, tag, bytes, segment);
+    FSDPC_KEEP_FIRST(status, fsdpc_shm_give_all(self, tag, *segment, status));
+    FSDPC_KEEP_FIRST(status, fsdpc_shm_given_all(self));
+    return status;
 }

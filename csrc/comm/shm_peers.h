@@ -23,6 +23,8 @@ fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
 /* Returns FSDPC_ERR_PEER if a member died or left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
+/* For waits: does so, and also finds that the group is poisoned, every 20 ms at most. */
+fsdpc_status fsdpc_shm_peers_look(fsdpc_shm_comm *self);
 /* Returns whether this rank is waiting for rank p of its group. */
 bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p);
 fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes); /* for the table */
@@ -45,5 +47,9 @@ fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_se
 fsdpc_status fsdpc_shm_given_all(fsdpc_shm_comm *self);
 fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, size_t bytes,
                                  fsdpc_shm_segment **out);
+/* Shares a segment that rank 0 has created, with `status`. *segment is NULL, with status OK, if
+ * rank 0 failed: the agreement that follows reports it. */
+fsdpc_status fsdpc_shm_share_first(fsdpc_shm_comm *self, uint64_t tag, size_t bytes,
+                                   fsdpc_status status, fsdpc_shm_segment **segment);
 
 #endif

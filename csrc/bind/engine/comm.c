@@ -19,7 +19,7 @@
 #include "bind/engine/transport.h"
 #include "plugin/plugin.h"
 
-static fsdpc_status check_signals(void *Py_UNUSED(arg))
+fsdpc_status fsdpc_py_check_signals(void *Py_UNUSED(arg))
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     bool interrupted = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
@@ -118,7 +118,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!self)
         return NULL;
     self->hosts = hosts;
-    self->interrupt.fn = check_signals;
+    self->interrupt.fn = fsdpc_py_check_signals;
     fsdpc_comm_config config = {.rank = rank,
                                 .size = size,
                                 .device = runtime->device,
@@ -230,16 +230,23 @@ static PyObject *run_op(fsdpc_comm *comm, fsdpc_coll op, const fsdpc_tensor *t)
     return fsdpc_py_none(status);
 }
 
-static int parse_red(const char *name, fsdpc_red *out)
+int fsdpc_py_parse_red(const char *name, int n_known, fsdpc_red *out)
 {
-    static const char *const names[] = {"sum", "max", "min"};
-    for (int i = 0; i < 3; i++) {
+    static const char *const names[] = {
+#define X(red, text) text,
+        FSDPC_RED_TABLE(X)
+#undef X
+    };
+    for (int i = 0; i < n_known; i++) {
         if (strcmp(name, names[i]) == 0) {
             *out = (fsdpc_red)i;
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "op must be sum, max or min, got '%s'", name);
+    PyErr_Format(PyExc_ValueError,
+                 n_known == FSDPC_RED_COUNT ? "unknown reduction '%s'"
+                                            : "op must be sum, max or min, got '%s'",
+                 name);
     return -1;
 }
 
@@ -249,7 +256,8 @@ static PyObject *comm_all_reduce(PyObject *object, PyObject *args)
     PyObject *value;
     const char *name = "sum";
     fsdpc_red red;
-    if (!comm || !PyArg_ParseTuple(args, "O|s", &value, &name) || parse_red(name, &red) < 0)
+    if (!comm || !PyArg_ParseTuple(args, "O|s", &value, &name) ||
+        fsdpc_py_parse_red(name, FSDPC_RED_MIN + 1, &red) < 0)
         return NULL;
     const fsdpc_tensor *t = fsdpc_py_tensor_of(value);
     const fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE, .what = "all_reduce", .op = red};

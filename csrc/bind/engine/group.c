@@ -21,18 +21,6 @@ typedef struct py_work {
     char what[64];
 } py_work;
 
-static fsdpc_status check_signals(void *Py_UNUSED(arg))
-{
-    PyGILState_STATE gil = PyGILState_Ensure();
-    bool interrupted = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
-    if (interrupted)
-        PyErr_Clear(); /* bind/error.c raises it again from the status */
-    PyGILState_Release(gil);
-    return interrupted
-               ? fsdpc_fail(FSDPC_ERR_INTERRUPT, "interrupted while waiting for other ranks")
-               : FSDPC_OK;
-}
-
 static fsdpc_group *group_of(PyObject *object)
 {
     const py_group *self = (py_group *)object;
@@ -71,8 +59,8 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iissd", names, &rank, &size, &address, &secret,
                                      &timeout_s))
         return NULL;
-    const fsdpc_py_state *state = fsdpc_py_state_of_type(type);
-    fsdpc_runtime *runtime = state ? fsdpc_py_state_runtime((fsdpc_py_state *)state) : NULL;
+    fsdpc_py_state *state = fsdpc_py_state_of_type(type);
+    const fsdpc_runtime *runtime = state ? fsdpc_py_state_runtime(state) : NULL;
     if (!runtime)
         return NULL;
     py_group *self = (py_group *)type->tp_alloc(type, 0);
@@ -83,7 +71,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                       .device = runtime->host ? runtime->host : runtime->device,
                                       .timeout_s = timeout_s,
                                       .notice_s = runtime->env.notice_s,
-                                      .interrupt = {.fn = check_signals},
+                                      .interrupt = {.fn = fsdpc_py_check_signals},
                                       .address = address,
                                       .secret = secret,
                                       .socket_fd = -1,
@@ -203,23 +191,6 @@ static PyObject *post(PyObject *object, PyObject *keep, const char *what, fsdpc_
     return posted(self, status);
 }
 
-static int parse_red(const char *name, fsdpc_red *out)
-{
-    static const char *const names[] = {
-#define X(red, text) text,
-        FSDPC_RED_TABLE(X)
-#undef X
-    };
-    for (int i = 0; i < FSDPC_RED_COUNT; i++) {
-        if (strcmp(name, names[i]) == 0) {
-            *out = (fsdpc_red)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "unknown reduction '%s'", name);
-    return -1;
-}
-
 static void *at(unsigned long long address)
 {
     return (void *)(uintptr_t)address;
@@ -234,7 +205,8 @@ static PyObject *group_all_reduce(PyObject *object, PyObject *args)
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE};
     if (!PyArg_ParseTuple(args, "OKKnssnns", &keep, &send, &recv, &numel, &dtype, &red, &first,
                           &part, &what) ||
-        parse_red(red, &op.op) < 0 || fsdpc_py_check(fsdpc_dtype_parse(dtype, &op.dtype)) < 0)
+        fsdpc_py_parse_red(red, FSDPC_RED_COUNT, &op.op) < 0 ||
+        fsdpc_py_check(fsdpc_dtype_parse(dtype, &op.dtype)) < 0)
         return NULL;
     op.send = at(send);
     op.recv = recv ? at(recv) : at(send); /* a rank without a part has nowhere to put it */

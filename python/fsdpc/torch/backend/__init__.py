@@ -63,8 +63,7 @@ class ProcessGroup(Reductions, Copies):
         for tensor in tensors:
             dense, back = dense_of(tensor)
             handles.append(self._group.recv(dense, dense.data_ptr(), n_bytes(dense), src, tag))
-            if back is not None:
-                backs.append(back)
+            backs.append(back)
         return self._done(handles[::-1], tensors, Async, all_of(backs))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Operation:

@@ -129,10 +129,13 @@ class Base(dist.ProcessGroup):
             what,
         )  # fmt: skip
 
-    def _gather(self, tensor: Tensor) -> tuple[_core.GroupWork, Tensor]:
+    def _gather(
+        self, tensor: Tensor, whole: Tensor | None = None
+    ) -> tuple[_core.GroupWork, Tensor]:
         """Gather a tensor of every rank; return their elements, in rank order."""
         dense = tensor.contiguous()
-        whole = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
+        if whole is None:
+            whole = torch.empty(self._size * tensor.numel(), dtype=tensor.dtype)
         handle = self._group.all_gather(
             (whole, dense), dense.data_ptr(), whole.data_ptr(), n_bytes(dense), described(dense)
         )

@@ -121,15 +121,8 @@ class Copies(Base):
                     f"one of {output.numel()} {output.dtype}"
                 )
             whole, back = dense_of(output)
-            dense = tensor.contiguous()
-            handles.append(
-                self._group.all_gather(
-                    (whole, dense), dense.data_ptr(), whole.data_ptr(), n_bytes(dense),
-                    described(dense),
-                )
-            )  # fmt: skip
-            if back is not None:
-                backs.append(back)
+            handles.append(self._gather(tensor, whole)[0])
+            backs.append(back)
         return self._done(handles[::-1], outputs, opts, all_of(backs))
 
     _allgather_base = all_gather_single

@@ -172,7 +172,7 @@ class Reductions(Base):
             dense, back = dense_of(tensor)
             handle, finish = self._reduce(dense, dense, op, 0, dense.numel())
             handles.append(handle)
-            finishes += [f for f in (finish, back) if f is not None]
+            finishes += [finish, back]
         return self._done(handles[::-1], tensors, opts, all_of(finishes))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, **more: Any) -> Operation:
@@ -227,7 +227,7 @@ class Reductions(Base):
                 whole.contiguous(), dense, op, first, dense.numel(), what
             )
             handles.append(handle)
-            finishes += [f for f in (finish, back) if f is not None]
+            finishes += [finish, back]
         return self._done(handles[::-1], outputs, opts, all_of(finishes))
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Operation:
