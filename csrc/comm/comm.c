@@ -116,6 +116,7 @@ typedef struct waiting {
     const char *what, *unit;
     int64_t start;
     char late[LATE_BYTES / 2]; /* late ranks, for the log */
+    fsdpc_nap nap;
 } waiting;
 
 static void late_text(const waiting *w, double waited_s, char *text, size_t bytes)
@@ -237,7 +238,7 @@ static fsdpc_status doze(waiting *w)
             breathe_at = now + BREATH_NS;
         }
         int64_t until = earlier(earlier(deadline, notice_at), breathe_at);
-        status = fsdpc_comm_idle(comm, until > now ? until - now : 1);
+        status = fsdpc_comm_idle(comm, &w->nap, until > now ? until - now : 1);
         if (status != FSDPC_OK) {
             fsdpc_status again = w->poll(w->arg);
             return again == FSDPC_IN_PROGRESS ? given_up(w, status) : again;
@@ -258,7 +259,7 @@ static fsdpc_status wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), 
     if (status == FSDPC_IN_PROGRESS) {
         show_wait(&w);
         status = doze(&w);
-        fsdpc_comm_idle(comm, 0);
+        fsdpc_comm_idle(comm, &w.nap, 0);
         fsdpc_comm_waits(comm, "");
     }
     fsdpc_trace_wait_end(comm->trace, id);

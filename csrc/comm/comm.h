@@ -64,6 +64,7 @@
 #include "base/log.h"
 #include "base/trace.h"
 #include "base/wait.h"
+#include "comm/nap.h"
 #include "device/device.h"
 #include "tier/tier.h"
 
@@ -270,10 +271,10 @@ typedef struct fsdpc_comm_ops {
      * Optional: the default waits for the operation. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
 
-    /* Sleeps until something may have changed, for at most max_ns, and detects dead peers. The
-     * first call may return at once so that the caller polls again; max_ns 0 ends the wait.
-     * Optional: the default yields the processor. */
-    fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
+    /* Sleeps until something may have changed, for at most max_ns, and detects dead peers. `nap`
+     * belongs to the wait. The first call may return at once so that the caller polls again; max_ns
+     * 0 ends the wait. Optional: the default yields the processor. */
+    fsdpc_status (*idle)(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns);
     /* Wakes this rank's threads that sleep in idle; any thread may call it. Optional: no thread
      * sleeps there. */
     void (*wake)(fsdpc_comm *comm);
@@ -539,12 +540,12 @@ static inline void fsdpc_comm_describe(fsdpc_comm *comm, char *text, size_t byte
         fsdpc_comm_describe(comm->control, text, bytes);
 }
 
-static inline fsdpc_status fsdpc_comm_idle(fsdpc_comm *comm, int64_t max_ns)
+static inline fsdpc_status fsdpc_comm_idle(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns)
 {
     if (comm->ops->idle)
-        return comm->ops->idle(comm, max_ns);
+        return comm->ops->idle(comm, nap, max_ns);
     if (comm->control)
-        return fsdpc_comm_idle(comm->control, max_ns);
+        return fsdpc_comm_idle(comm->control, nap, max_ns);
     if (max_ns > 0)
         sched_yield();
     return FSDPC_OK;

@@ -286,12 +286,12 @@ static void hosts_set_apart(fsdpc_comm *comm)
 
 /* ---- Waiting ---- */
 
-static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
+static fsdpc_status hosts_idle(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     FSDPC_TRY(fsdpc_transport_health(
         self->transport)); /* checked here because nothing may be in flight */
-    return fsdpc_comm_idle(self->host, max_ns);
+    return fsdpc_comm_idle(self->host, nap, max_ns);
 }
 
 /* Returns whether an operation before the i-th waits for the same peer. */

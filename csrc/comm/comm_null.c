@@ -244,8 +244,9 @@ static fsdpc_status null_test(fsdpc_work *work)
                   fsdpc_coll_bytes(&work->op, work->comm->size));
 }
 
-static fsdpc_status null_idle(fsdpc_comm *comm, int64_t max_ns)
+static fsdpc_status null_idle(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns)
 {
+    (void)nap;
     ((null_comm *)comm)->waits = max_ns > 0;
     return fsdpc_comm_health(comm);
 }

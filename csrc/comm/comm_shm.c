@@ -27,18 +27,20 @@ static const fsdpc_comm_ops shm_ops;
 
 /* ---- Waiting ---- */
 
-static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
+static fsdpc_status shm_idle(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     if (max_ns <= 0) {
-        fsdpc_shm_nap_end(self->bell, &self->nap);
+        fsdpc_shm_nap_end(self->bell, nap);
         return FSDPC_OK;
     }
+    fsdpc_shm_awaited awaited = self->awaited; /* other threads' polls write it meanwhile */
     if (comm->lock)
         pthread_mutex_unlock(comm->lock);
-    fsdpc_shm_nap_take(self->bell, &self->nap, max_ns < LONGEST_NAP_NS ? max_ns : LONGEST_NAP_NS);
+    fsdpc_shm_nap_take(self->bell, nap, max_ns < LONGEST_NAP_NS ? max_ns : LONGEST_NAP_NS);
     if (comm->lock)
         pthread_mutex_lock(comm->lock);
+    self->awaited = awaited;
     return fsdpc_shm_peers_look(self);
 }
 

@@ -135,7 +135,9 @@ const fsdpc_comm *fsdpc_group_comm(const fsdpc_group *group)
 
 void fsdpc_group_set_timeout(fsdpc_group *group, double timeout_s)
 {
+    pthread_mutex_lock(&group->family->lock);
     group->comm->timeout_s = timeout_s;
+    pthread_mutex_unlock(&group->family->lock);
 }
 
 fsdpc_status fsdpc_group_post(fsdpc_group *group, const fsdpc_coll *op, fsdpc_group_work *work)

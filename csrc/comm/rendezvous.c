@@ -406,8 +406,9 @@ static fsdpc_status meeting_poll(void *arg)
     return FSDPC_IN_PROGRESS;
 }
 
-static fsdpc_status meeting_idle(fsdpc_comm *comm, int64_t max_ns)
+static fsdpc_status meeting_idle(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns)
 {
+    (void)nap;
     meeting *m = (meeting *)comm;
     struct pollfd polled[MAX_RANKS + GUESTS + 1];
     nfds_t n = 0;

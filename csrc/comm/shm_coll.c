@@ -276,7 +276,7 @@ static fsdpc_status worker_wait(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
 {
     enum { SPINS = 2000, SLEEP_NS = 100000000 };
     fsdpc_shm_awaited awaited = {0};
-    fsdpc_shm_nap nap = {0};
+    fsdpc_nap nap = {0};
     int64_t deadline = fsdpc_clock_ns() + (int64_t)(self->base.timeout_s * 1e9);
     fsdpc_status status = work_step(self, work, stream, &awaited);
     for (int n = 0; self->base.spin && n < SPINS && status == FSDPC_IN_PROGRESS; n++) {

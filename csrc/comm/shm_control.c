@@ -30,7 +30,7 @@ void fsdpc_shm_ring_bell(fsdpc_shm_control *control)
     fsdpc_futex_wake(&control->bell);
 }
 
-void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_shm_nap *nap, int64_t max_ns)
+void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_nap *nap, int64_t max_ns)
 {
     if (!nap->counted) {
         nap->counted = true;
@@ -41,7 +41,7 @@ void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_shm_nap *nap, int64_t 
     nap->seen = atomic_load_explicit(&control->bell, memory_order_seq_cst);
 }
 
-void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_shm_nap *nap)
+void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_nap *nap)
 {
     if (nap->counted)
         atomic_fetch_sub_explicit(&control->sleepers, 1, memory_order_relaxed);

@@ -4,7 +4,7 @@
  * sleepers), the poison message, one slot per rank and, after the slots, two staging chunks per
  * rank for collectives that copy. Each slot is written only by its own rank.
  *
- * Waking. A rank that is about to sleep first increments `sleepers` and reads `bell`. It then
+ * Waking. A thread that is about to sleep first increments `sleepers` and reads `bell`. It then
  * checks its condition again, and sleeps while `bell` is unchanged. A rank that has written
  * something rings the bell: it issues a full fence and, only if a rank sleeps, increments `bell`
  * and makes the system call. Either the sleeper's last check sees the write, or the writer sees the
@@ -69,15 +69,9 @@ static inline void fsdpc_shm_wake(fsdpc_shm_control *control)
         fsdpc_shm_ring_bell(control);
 }
 
-/* A sleeping rank's state: whether it is counted in `sleepers`, and `seen`, the last value of the
- * bell that it read. */
-typedef struct fsdpc_shm_nap {
-    bool counted;
-    uint32_t seen;
-} fsdpc_shm_nap;
-
-void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_shm_nap *nap, int64_t max_ns);
-void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_shm_nap *nap);
+/* The first call only counts the thread, which then checks its condition again. */
+void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_nap *nap, int64_t max_ns);
+void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_nap *nap);
 
 /* Sets the reason unless one is already set. Never blocks. */
 void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status status,

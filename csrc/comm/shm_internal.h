@@ -91,7 +91,6 @@ typedef struct fsdpc_shm_comm {
     size_t staged_numel;
     bool staged;
 
-    fsdpc_shm_nap nap;
     fsdpc_shm_awaited awaited;
     int64_t checked_ns;
 } fsdpc_shm_comm;

@@ -131,8 +131,9 @@ typedef struct passage {
     int n_takers;
 } passage;
 
-static fsdpc_status early_idle(fsdpc_comm *comm, int64_t max_ns)
+static fsdpc_status early_idle(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns)
 {
+    (void)nap;
     fsdpc_shm_world *world = ((fsdpc_shm_early *)comm)->world;
     struct pollfd polled[FSDPC_COLL_MAX_RANKS];
     for (int p = 0; p < world->size; p++)

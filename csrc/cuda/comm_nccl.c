@@ -281,7 +281,7 @@ static bool goes_on_alone(fsdpc_comm_nccl *self)
     return now - self->missed_ns < LAST_NS;
 }
 
-static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
+static fsdpc_status nccl_idle(fsdpc_comm *comm, fsdpc_nap *nap, int64_t max_ns)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
     fsdpc_comm *control = self->base.control;
@@ -290,7 +290,7 @@ static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
     if (max_ns > GPU_NAP_NS && gpu_is_busy(self))
         max_ns = GPU_NAP_NS;
     if (control->ops->idle) {
-        fsdpc_status status = control->ops->idle(control, max_ns);
+        fsdpc_status status = control->ops->idle(control, nap, max_ns);
         if (status == FSDPC_OK || !goes_on_alone(self))
             return status;
     }

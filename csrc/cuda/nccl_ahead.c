@@ -21,7 +21,9 @@ static fsdpc_status look_after_oldest(fsdpc_comm_nccl *self)
     const fsdpc_nccl_op *oldest = self->in_flight;
     if (!oldest || now - oldest->posted_ns < OLD_NS)
         return FSDPC_OK;
-    fsdpc_status status = self->base.ops->idle(&self->base, 1);
+    fsdpc_nap nap = {0};
+    fsdpc_status status = self->base.ops->idle(&self->base, &nap, 1);
+    self->base.ops->idle(&self->base, &nap, 0);
     if (status == FSDPC_OK && self->in_flight == oldest &&
         (double)(now - oldest->posted_ns) > self->base.timeout_s * 1e9)
         status = fsdpc_fail(FSDPC_ERR_TIMEOUT,

@@ -281,10 +281,11 @@ static fsdpc_status name_death(fsdpc_comm_nccl *self)
     enum { LOOKS = 80, LOOK_NS = 10000000 }; /* longer than a tick of the watch between hosts */
     fsdpc_comm *control = self->base.control;
     fsdpc_status status = FSDPC_OK;
+    fsdpc_nap nap = {0};
     for (int look = 0; control->ops->idle && look < LOOKS && status == FSDPC_OK; look++)
-        status = control->ops->idle(control, LOOK_NS);
+        status = control->ops->idle(control, &nap, LOOK_NS);
     if (control->ops->idle)
-        control->ops->idle(control, 0);
+        control->ops->idle(control, &nap, 0);
     return status;
 }
 

@@ -25,7 +25,7 @@
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
 
-enum { FSDPC_PLUGIN_ABI = 12 };
+enum { FSDPC_PLUGIN_ABI = 13 };
 
 /* Sizes of the structs that the core and a plugin exchange; new members go at the end. */
 typedef struct fsdpc_plugin_layout {
