@@ -185,11 +185,13 @@ typedef struct fsdpc_coll {
     void *recv; /* may be send, except in an EXCHANGE */
     size_t numel;
     int root;
-    bool partial; /* ALL_REDUCE: recv gets only part_numel elements of the result, from
-                          * element part_first on */
+    bool partial; /* ALL_REDUCE: recv gets only part_numel elements, from part_first on */
     size_t part_first, part_numel;
-    const fsdpc_coll_extent *extents; /* EXCHANGE: by peer; borrowed until the work is done */
-    size_t most_sent;                 /* EXCHANGE: the largest numel of any rank */
+    fsdpc_coll_extent *extents; /* EXCHANGE: by peer; borrowed until the work is done */
+    size_t most_sent;           /* EXCHANGE: the largest numel of any rank */
+    /* EXCHANGE: NULL, or (size, 2, size): what each rank sends to and expects from each. Begins with
+     * this rank's row; sets extents. If two ranks differ, nothing moves: the caller compares. */
+    uint64_t *counts;
 } fsdpc_coll;
 
 struct fsdpc_work {

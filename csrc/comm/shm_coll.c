@@ -16,6 +16,7 @@
  * two stages, so one wait per chunk is enough. Step K + 2 overwrites the data that peers read in
  * step K. Step K + 2 begins after all ranks have staged step K + 1, and each rank stages that only
  * after reading step K.
+ * If the ranks of an EXCHANGE know only their own counts, its first chunk begins with them.
  *
  * Operations on an asynchronous stream run and block on the stream's thread. Inline operations are
  * state machines that any poll on the driving thread advances, so ranks waiting for different
@@ -141,16 +142,25 @@ static size_t staged_in_all(const fsdpc_coll *op)
     return op->kind == FSDPC_COLL_EXCHANGE ? op->most_sent : op->numel;
 }
 
-static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel)
+/* The bytes of one rank's counts, with which the first chunk of an EXCHANGE begins. */
+static size_t counts_bytes(const fsdpc_shm_comm *self)
+{
+    return 2 * (size_t)self->base.size * sizeof(uint64_t);
+}
+
+/* Stages up to numel elements, after `head` bytes of counts. */
+static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t head, size_t numel)
 {
     size_t element = fsdpc_dtype_bytes(op->dtype), at = self->staged_numel;
     const void *from = op->kind == FSDPC_COLL_BROADCAST ? op->recv : op->send;
     bool sends = op->kind != FSDPC_COLL_BROADCAST || op->root == self->base.rank;
+    unsigned char *to =
+        fsdpc_shm_control_staging(self->control, self->base.size, self->base.rank, self->step);
+    if (head > 0)
+        memcpy(to, (unsigned char *)op->counts + (size_t)self->base.rank * head, head);
     if (sends && at < op->numel)
-        memcpy(
-            fsdpc_shm_control_staging(self->control, self->base.size, self->base.rank, self->step),
-            (const unsigned char *)from + at * element,
-            fsdpc_min_size(numel, op->numel - at) * element);
+        memcpy(to + head, (const unsigned char *)from + at * element,
+               fsdpc_min_size(numel, op->numel - at) * element);
     self->step++;
     /* release: the chunk is complete; acquire in all_staged. */
     atomic_store_explicit(&self->mine->step, self->step, memory_order_release);
@@ -180,6 +190,31 @@ static size_t overlap(size_t first, size_t numel, size_t at, size_t chunk, size_
     return end > begin ? end - begin : 0;
 }
 
+/* Reads all ranks' counts from their stages. */
+static void take_counts(const fsdpc_shm_comm *self, fsdpc_coll *op)
+{
+    size_t size = (size_t)self->base.size, row = 2 * size, rank = (size_t)self->base.rank;
+    size_t most = 0, to = 0;
+    bool same = true;
+    for (int p = 0; p < self->base.size; p++)
+        memcpy(op->counts + (size_t)p * row,
+               fsdpc_shm_control_staging(self->control, self->base.size, p, self->step - 1),
+               counts_bytes(self));
+    for (size_t p = 0; p < size; p++) {
+        size_t sent = 0;
+        for (size_t q = 0; q < size; q++) {
+            size_t numel = (size_t)op->counts[p * row + q];
+            same = same && numel == op->counts[q * row + size + p];
+            if (q == rank)
+                op->extents[p] = (fsdpc_coll_extent){.from = sent, .numel = numel, .to = to};
+            sent += numel;
+        }
+        to += op->extents[p].numel;
+        most = sent > most ? sent : most;
+    }
+    op->most_sent = same ? most : 0;
+}
+
 static void take_extents(const fsdpc_shm_comm *self, const fsdpc_coll *op,
                          const void *const *stages, size_t numel)
 {
@@ -207,15 +242,15 @@ static fsdpc_status combine_part(const fsdpc_shm_comm *self, const fsdpc_coll *o
     return fsdpc_coll_combine(op->op, op->dtype, stages, self->base.size, n, to, stream);
 }
 
-static fsdpc_status use_staging(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel,
-                                fsdpc_stream *stream)
+static fsdpc_status use_staging(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t head,
+                                size_t numel, fsdpc_stream *stream)
 {
     const void *stages[FSDPC_COLL_MAX_RANKS];
     int size = self->base.size;
     size_t element = fsdpc_dtype_bytes(op->dtype), bytes = numel * element;
     unsigned char *to = (unsigned char *)op->recv + self->staged_numel * element;
     for (int p = 0; p < size; p++)
-        stages[p] = fsdpc_shm_control_staging(self->control, size, p, self->step - 1);
+        stages[p] = fsdpc_shm_control_staging(self->control, size, p, self->step - 1) + head;
     switch (op->kind) {
     case FSDPC_COLL_ALL_REDUCE:
         return op->partial ? combine_part(self, op, stages, numel, stream)
@@ -237,21 +272,24 @@ static fsdpc_status use_staging(fsdpc_shm_comm *self, const fsdpc_coll *op, size
 static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
                                 fsdpc_shm_awaited *awaited)
 {
-    const fsdpc_coll *op = &work->op;
+    fsdpc_coll *op = &work->op;
     /* acquire: pairs with the release below, which makes the fields of the turn visible. */
     if (atomic_load_explicit(&self->turn, memory_order_acquire) != work->turn)
         return FSDPC_IN_PROGRESS;
-    size_t chunk = FSDPC_SHM_CHUNK / fsdpc_dtype_bytes(op->dtype), all = staged_in_all(op);
-    if (all == 0)
+    size_t head = op->counts && self->staged_numel == 0 ? counts_bytes(self) : 0;
+    if (head == 0 && staged_in_all(op) == 0)
         FSDPC_TRY(agreed(self, work->sequence, awaited));
-    while (self->staged_numel < all) {
-        size_t numel = fsdpc_min_size(chunk, all - self->staged_numel);
+    for (; head > 0 || self->staged_numel < staged_in_all(op); head = 0) {
+        size_t chunk = (FSDPC_SHM_CHUNK - head) / fsdpc_dtype_bytes(op->dtype);
         if (!self->staged)
-            stage(self, op, numel);
+            stage(self, op, head, chunk);
         if (self->staged_numel == 0)
             FSDPC_TRY(agreed(self, work->sequence, awaited));
         FSDPC_TRY(all_staged(self, awaited));
-        FSDPC_TRY(use_staging(self, op, numel, stream));
+        if (head > 0)
+            take_counts(self, op);
+        size_t numel = fsdpc_min_size(chunk, staged_in_all(op) - self->staged_numel);
+        FSDPC_TRY(use_staging(self, op, head, numel, stream));
         self->staged_numel += numel;
         self->staged = false;
     }

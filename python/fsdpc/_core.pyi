@@ -2001,6 +2001,21 @@ class Group:
         No rank's ``send`` has more than ``most`` bytes, which is the same on all ranks.
         """
 
+    def all_to_all(
+        self,
+        keep: Any,
+        send: int,
+        recv: int,
+        sends: list[int],
+        receives: list[int],
+        what: str,
+        /,
+    ) -> GroupWork:
+        """Send a part of ``send`` to each rank; the lists are the bytes for and from each.
+
+        If a rank sends other than its peer expects, nothing is copied, and ``differ`` says so.
+        """
+
     def barrier(self, what: str, /) -> GroupWork:
         """Complete once all ranks have posted it."""
     def send(self, keep: Any, data: int, n_bytes: int, peer: int, tag: int, /) -> GroupWork:
@@ -2017,6 +2032,9 @@ class Group:
 class GroupWork:
     """An operation of a :class:`Group`; do not drop it before it is done."""
 
+    @property
+    def differ(self) -> tuple[int, int, int, int] | None:
+        """(from, to, bytes sent, bytes expected) of an all_to_all that is done, if they differ."""
     @property
     def source(self) -> int:
         """The rank that a message came from, or -1."""

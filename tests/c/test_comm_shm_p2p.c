@@ -105,11 +105,14 @@ static void another_size_is_named(rank_context *self, fsdpc_p2p *p2p, unsigned c
     EXPECT_FAILS(self, fsdpc_p2p_post(p2p, &bad), FSDPC_ERR_VALUE, "exchanges a message with");
 }
 
-/* Rank r sends (r + 1) * (p + 1) * EACH bytes to rank p. */
-static void exchange(rank_context *self, unsigned char *buffers)
+/* Rank r sends (r + 1) * (p + 1) * EACH bytes to rank p. With `counts`, ranks learn of the others'
+ * during the exchange, and nothing is exchanged if two ranks' counts differ. */
+static void exchange(rank_context *self, unsigned char *buffers, bool counted, bool differ)
 {
     enum { EACH = 40000 };
     fsdpc_coll_extent extents[RANKS_MAX];
+    uint64_t counts[RANKS_MAX * 2 * RANKS_MAX] = {0}, *row;
+    row = counts + (size_t)self->rank * 2 * (size_t)self->size;
     unsigned char *recv = buffers + MOST, *at = buffers;
     size_t to = 0, all = (size_t)self->size * (size_t)(self->size + 1) / 2 * EACH;
     size_t mine = (size_t)(self->rank + 1);
@@ -117,23 +120,31 @@ static void exchange(rank_context *self, unsigned char *buffers)
         size_t sent = mine * (size_t)(p + 1) * EACH;
         message(at, sent, self->rank, p, (size_t)p, false);
         at += sent;
+        row[p] = row[self->size + p] = sent;
         extents[p] =
             (fsdpc_coll_extent){.from = (size_t)(p + 1) * (size_t)self->rank * mine / 2 * EACH,
                                 .numel = (size_t)(p + 1) * mine * EACH,
                                 .to = to};
         to += extents[p].numel;
     }
+    row[0] += differ && self->rank == self->size - 1;
+    memset(recv, 0xee, to);
     EXPECT_OK(self,
-              fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_EXCHANGE,
-                                                       .unit = -1,
-                                                       .what = "exchange",
-                                                       .dtype = FSDPC_U8,
-                                                       .send = buffers,
-                                                       .recv = recv,
-                                                       .numel = mine * all,
-                                                       .extents = extents,
-                                                       .most_sent = (size_t)self->size * all}));
-    for (int p = 0; p < self->size; p++)
+              fsdpc_comm_run(self->comm,
+                             &(fsdpc_coll){.kind = FSDPC_COLL_EXCHANGE,
+                                           .unit = -1,
+                                           .what = "exchange",
+                                           .dtype = FSDPC_U8,
+                                           .send = buffers,
+                                           .recv = recv,
+                                           .numel = mine * all,
+                                           .extents = extents,
+                                           .counts = counted ? counts : NULL,
+                                           .most_sent = counted ? 0 : (size_t)self->size * all}));
+    for (size_t i = 0; differ && i < to; i++)
+        if (recv[i] != 0xee)
+            EXPECT(self, false, "byte %zu was written", i);
+    for (int p = 0; !differ && p < self->size; p++)
         EXPECT(self,
                wrong_bytes(recv + extents[p].to, extents[p].numel, p, (size_t)self->rank) == 0,
                "from rank %d", p);
@@ -197,7 +208,9 @@ static void everything(rank_context *self)
 {
     fsdpc_p2p *p2p = NULL;
     unsigned char *buffers = malloc(2 * MOST);
-    exchange(self, buffers);
+    exchange(self, buffers, false, false);
+    exchange(self, buffers, true, false);
+    exchange(self, buffers, true, true);
     partial_sum(self, buffers);
     part_of_the_group(self);
     EXPECT_OK(self, fsdpc_p2p_create(self->comm, &p2p));

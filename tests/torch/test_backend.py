@@ -152,6 +152,32 @@ def test_messages(tmp_path: Path) -> None:
         assert pairs[0][:2].tolist() == [float(before)] * 2
 
 
+@pytest.mark.ranks(2, 3)
+def test_uneven_blocks_do_not_wait_for_peers(tmp_path: Path) -> None:
+    """Ranks learn the sizes of the blocks while an all_to_all advances, not in its post."""
+    with joined(tmp_path, seconds=20) as (rank, size):
+        token = torch.zeros(1)
+        counts = [rank + to for to in range(size)]
+        for kind in ("single", "lists"):
+            if rank > 0:
+                dist.recv(token, 0)  # rank 0 has posted its all_to_all
+            blocks = [torch.full((n,), float(rank)) for n in counts]
+            got = [torch.empty(n) for n in counts]
+            whole = torch.empty(sum(counts))
+            work: Any = (
+                dist.all_to_all(got, blocks, async_op=True) if kind == "lists"
+                else dist.all_to_all_single(whole, torch.cat(blocks), counts, counts, async_op=True)
+            )  # fmt: skip
+            for to in range(1, size) if rank == 0 else ():
+                dist.send(token, to)
+            after = torch.ones(3)
+            dist.all_reduce(after)
+            work.wait()
+            want = [float(r) for r in range(size) for _ in range(r + rank)]
+            assert (torch.cat(got) if kind == "lists" else whole).tolist() == want
+            assert after.tolist() == [size] * 3
+
+
 @pytest.mark.ranks(3)
 def test_groups_wait_in_any_order(tmp_path: Path) -> None:
     """Works of two groups, posted and awaited in different orders; nobody keeps some of them."""

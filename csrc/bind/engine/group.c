@@ -18,6 +18,8 @@ typedef struct py_work {
     PyObject_HEAD fsdpc_group_work work;
     PyObject *group, *keep;
     fsdpc_coll_extent *extents;
+    const uint64_t *counts; /* of an all_to_all over `size` ranks; NULL: another operation */
+    int size;
     char what[64];
 } py_work;
 
@@ -183,6 +185,8 @@ static PyObject *post(PyObject *object, PyObject *keep, const char *what, fsdpc_
     }
     snprintf(self->what, sizeof self->what, "%s", what);
     self->extents = extents;
+    self->counts = op.counts;
+    self->size = fsdpc_group_comm(group)->size;
     op.unit = -1;
     op.what = self->what;
     op.extents = extents;
@@ -290,6 +294,46 @@ static PyObject *group_exchange(PyObject *object, PyObject *args)
     return extents ? post(object, keep, what, op, extents) : NULL;
 }
 
+static int parse_counts(PyObject *list, int size, uint64_t *out)
+{
+    if (PyList_GET_SIZE(list) != size)
+        return PyErr_Format(PyExc_ValueError, "%zd counts for %d ranks", PyList_GET_SIZE(list),
+                            size),
+               -1;
+    for (int p = 0; p < size; p++)
+        out[p] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, p));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *group_all_to_all(PyObject *object, PyObject *args)
+{
+    PyObject *keep, *sends, *receives;
+    unsigned long long send, recv;
+    const char *what;
+    const fsdpc_group *group = group_of(object);
+    if (!group || !PyArg_ParseTuple(args, "OKKO!O!s", &keep, &send, &recv, &PyList_Type, &sends,
+                                    &PyList_Type, &receives, &what))
+        return NULL;
+    int size = fsdpc_group_comm(group)->size, rank = fsdpc_group_comm(group)->rank;
+    size_t n = (size_t)size, row = 2 * n; /* the counts follow the extents */
+    fsdpc_coll_extent *extents = fsdpc_py_array(size, sizeof *extents + row * sizeof(uint64_t));
+    if (!extents)
+        return NULL;
+    fsdpc_coll op = {.kind = FSDPC_COLL_EXCHANGE,
+                     .dtype = FSDPC_U8,
+                     .send = at(send),
+                     .recv = at(recv),
+                     .counts = (uint64_t *)(void *)(extents + n)};
+    uint64_t *mine = op.counts + (size_t)rank * row;
+    if (parse_counts(sends, size, mine) < 0 || parse_counts(receives, size, mine + n) < 0) {
+        PyMem_Free(extents);
+        return NULL;
+    }
+    for (size_t p = 0; p < n; p++)
+        op.numel += (size_t)mine[p];
+    return post(object, keep, what, op, extents);
+}
+
 static PyObject *group_barrier(PyObject *object, PyObject *args)
 {
     const char *what;
@@ -334,6 +378,7 @@ static PyMethodDef group_methods[] = {
     FSDPC_PY_METHOD(Group, all_gather, group_all_gather, METH_VARARGS),
     FSDPC_PY_METHOD(Group, broadcast, group_broadcast, METH_VARARGS),
     FSDPC_PY_METHOD(Group, exchange, group_exchange, METH_VARARGS),
+    FSDPC_PY_METHOD(Group, all_to_all, group_all_to_all, METH_VARARGS),
     FSDPC_PY_METHOD(Group, barrier, group_barrier, METH_VARARGS),
     FSDPC_PY_METHOD(Group, send, group_send, METH_VARARGS),
     FSDPC_PY_METHOD(Group, recv, group_recv, METH_VARARGS),
@@ -394,6 +439,21 @@ static PyObject *work_source(PyObject *object, void *Py_UNUSED(closure))
     return PyLong_FromLong(work->is_message && work->message.receives ? work->message.peer : -1);
 }
 
+static PyObject *work_differ(PyObject *object, void *Py_UNUSED(closure))
+{
+    const py_work *self = (py_work *)object;
+    size_t n = self->counts ? (size_t)self->size : 0;
+    for (size_t p = 0; p < n; p++) {
+        for (size_t q = 0; q < n; q++) {
+            uint64_t sent = self->counts[2 * n * p + q], expected = self->counts[2 * n * q + n + p];
+            if (sent != expected)
+                return Py_BuildValue("(nnKK)", (Py_ssize_t)p, (Py_ssize_t)q,
+                                     (unsigned long long)sent, (unsigned long long)expected);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef work_methods[] = {
     FSDPC_PY_METHOD(GroupWork, wait, work_wait, METH_NOARGS),
     FSDPC_PY_METHOD(GroupWork, test, work_test, METH_NOARGS),
@@ -401,6 +461,7 @@ static PyMethodDef work_methods[] = {
 };
 
 static PyGetSetDef work_getset[] = {
+    FSDPC_PY_ATTRIBUTE(GroupWork, differ, work_differ, NULL),
     FSDPC_PY_ATTRIBUTE(GroupWork, source, work_source, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };

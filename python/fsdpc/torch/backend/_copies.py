@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -201,9 +200,8 @@ class Copies(Base):
         sends = self._split_bytes(tensor, input_splits, "input")
         receives = self._split_bytes(output, output_splits, "output")
         dense, back = dense_of(output)
-        uneven = bool(input_splits or output_splits)
-        handle = self._all_to_all(tensor.contiguous(), dense, sends, receives, uneven)
-        return self._done([handle], [output], opts, back)
+        handle, compare = self._all_to_all(tensor.contiguous(), dense, sends, receives)
+        return self._done([handle], [output], opts, all_of([compare, back]))
 
     alltoall_base = all_to_all_single
 
@@ -217,8 +215,10 @@ class Copies(Base):
             )
         whole = torch.empty(sum(output.numel() for output in outputs), dtype=outputs[0].dtype)
         sends, receives = list(map(n_bytes, inputs)), list(map(n_bytes, outputs))
-        handle = self._all_to_all(flat(inputs), whole, sends, receives, True)
-        return self._done([handle], outputs, opts, lambda: unpack(whole, outputs))
+        handle, compare = self._all_to_all(flat(inputs), whole, sends, receives)
+        return self._done(
+            [handle], outputs, opts, all_of([compare, lambda: unpack(whole, outputs)])
+        )
 
     def _split_bytes(self, tensor: Tensor, splits: Sequence[int] | None, what: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -236,22 +236,20 @@ class Copies(Base):
         return [split * row for split in splits]
 
     def _all_to_all(
-        self, send: Tensor, recv: Tensor, sends: list[int], receives: list[int], uneven: bool
-    ) -> _core.GroupWork:
-        rank, to = self._rank, [0, *accumulate(receives)]
-        if uneven:
-            every = self._gather_now(torch.tensor([sends, receives])).tolist()
-        else:
-            every = [[sends, receives]] * self._size
-        for p, (sent, _) in enumerate(every):
-            for q, (_, received) in enumerate(every):
-                if sent[q] != received[p]:
-                    raise InvalidArgument(
-                        f"all_to_all: rank {self._ranks[p]} sends {sent[q]} bytes to rank "
-                        f"{self._ranks[q]}, which expects {received[p]}"
-                    )
-        extents = [
-            (sum(sent[:rank]), sent[rank], at) for (sent, _), at in zip(every, to, strict=False)
-        ]
-        most = max(sum(sent) for sent, _ in every)
-        return self._exchange(send, recv, most, extents, 0, f"all_to_all {described(send)}")
+        self, send: Tensor, recv: Tensor, sends: list[int], receives: list[int]
+    ) -> tuple[_core.GroupWork, Callable[[], Any]]:
+        """Post an all_to_all; return it and a check for afterwards."""
+        handle = self._group.all_to_all(
+            (send, recv), send.data_ptr(), recv.data_ptr(), sends, receives,
+            f"all_to_all {described(send)}",
+        )  # fmt: skip
+
+        def compare() -> None:
+            if handle.differ is not None:
+                p, q, sent, expected = handle.differ
+                raise InvalidArgument(
+                    f"all_to_all: rank {self._ranks[p]} sends {sent} bytes to rank "
+                    f"{self._ranks[q]}, which expects {expected}"
+                )
+
+        return handle, compare
