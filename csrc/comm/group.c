@@ -237,7 +237,7 @@ void fsdpc_group_drop(fsdpc_group_work *work)
         return;
     pthread_mutex_lock(&group->family->lock);
     fsdpc_status status = test(work);
-    if (status == FSDPC_IN_PROGRESS)
+    if (status == FSDPC_IN_PROGRESS && !work->is_message)
         fsdpc_comm_abort(group->comm, "a process group was destroyed, or an operation's result "
                                       "dropped, before the operation was done");
     ended(work, FSDPC_OK);

@@ -35,7 +35,6 @@ typedef struct header {
 /* A message without a posted receive. */
 typedef struct aside {
     header head;
-    size_t moved;
     fsdpc_p2p_work *wanted_by; /* a receive that was posted meanwhile; NULL: none */
     struct aside *next;
     unsigned char bytes[];
@@ -44,8 +43,9 @@ typedef struct aside {
 /* What is under way from one peer. */
 typedef struct source {
     header head;
-    size_t head_moved;
-    fsdpc_p2p_work *to; /* at most one of the two is set, once the header is complete */
+    size_t head_moved, moved; /* bytes of the header and of the message */
+    bool placed; /* it is decided where the message goes: to one of these, or nowhere */
+    fsdpc_p2p_work *to;
     aside *to_aside;
     aside *oldest, *newest;
 } source;
@@ -180,6 +180,11 @@ void fsdpc_p2p_destroy(fsdpc_p2p *p2p)
             next = a->next;
             free(a);
         }
+        for (fsdpc_p2p_work *next, *work = p2p->sends[p]; work; work = next) {
+            next = work->next;
+            if (work->copied)
+                free(work);
+        }
     }
     fsdpc_shm_segment_release(p2p->segment);
     free(p2p->sends);
@@ -232,7 +237,10 @@ static void send_to(fsdpc_p2p *p2p, int peer)
         if (work->moved < sizeof(header) + work->bytes)
             return;
         p2p->sends[peer] = work->next;
-        finish(work);
+        if (work->copied)
+            free(work);
+        else
+            finish(work);
     }
 }
 
@@ -305,13 +313,14 @@ static void give_aside(source *from, aside *a, fsdpc_p2p_work *work)
  * receive expects is discarded. */
 static bool body_is_complete(const fsdpc_p2p *p2p, source *from, ring *r)
 {
-    fsdpc_p2p_work *work = from->to;
     size_t all = (size_t)from->head.bytes;
-    size_t *moved = work ? &work->moved : &from->to_aside->moved;
-    unsigned char *to = work ? work->data : from->to_aside->bytes;
-    bool fits = !work || work->bytes == all;
-    *moved += get(p2p, r, fits ? to + *moved : NULL, all - *moved);
-    return *moved == all;
+    unsigned char *to = NULL;
+    if (from->to_aside)
+        to = from->to_aside->bytes + from->moved;
+    else if (from->to && from->to->bytes == all)
+        to = from->to->data + from->moved;
+    from->moved += get(p2p, r, to, all - from->moved);
+    return from->moved == all;
 }
 
 static void end_message(source *from)
@@ -319,11 +328,12 @@ static void end_message(source *from)
     aside *a = from->to_aside;
     if (from->to)
         finish(from->to);
-    else if (a->wanted_by)
+    else if (a && a->wanted_by)
         give_aside(from, a, a->wanted_by);
     from->to = NULL;
     from->to_aside = NULL;
-    from->head_moved = 0;
+    from->head_moved = from->moved = 0;
+    from->placed = false;
 }
 
 static fsdpc_status receive_from(fsdpc_p2p *p2p, int peer)
@@ -337,7 +347,7 @@ static fsdpc_status receive_from(fsdpc_p2p *p2p, int peer)
             if (from->head_moved < sizeof from->head)
                 return FSDPC_OK;
         }
-        if (!from->to && !from->to_aside) {
+        if (!from->placed) {
             bool others;
             from->to = receive_for(p2p, peer, from->head.tag, &others);
             if (from->to)
@@ -346,6 +356,7 @@ static fsdpc_status receive_from(fsdpc_p2p *p2p, int peer)
                 return FSDPC_OK;
             else
                 FSDPC_TRY(set_aside(from));
+            from->placed = true;
         }
         if (!body_is_complete(p2p, from, r))
             return FSDPC_OK;
@@ -378,7 +389,7 @@ static bool take_aside(fsdpc_p2p *p2p, fsdpc_p2p_work *work, int peer)
     if (!a)
         return false;
     work->peer = peer;
-    if (a->moved == a->head.bytes)
+    if (from->to_aside != a)
         give_aside(from, a, work);
     else
         a->wanted_by = work;
@@ -457,16 +468,64 @@ fsdpc_status fsdpc_p2p_wait(fsdpc_p2p *p2p, fsdpc_p2p_work *work)
     return fsdpc_comm_wait_for(&p2p->comm->base, poll, &w, work->receives ? "recv" : "send", NULL);
 }
 
-void fsdpc_p2p_drop(fsdpc_p2p *p2p, fsdpc_p2p_work *work)
+/* Takes a message that has begun to arrive from its receive, so that another can receive it. One of
+ * another size than its receive expects is discarded. */
+static void put_aside(fsdpc_p2p *p2p, source *from)
 {
-    remove_work(work->receives ? &p2p->receives : &p2p->sends[work->peer], work);
+    const fsdpc_p2p_work *work = from->to;
+    from->to = NULL;
+    if (p2p->comm->base.poison[0] || work->bytes != from->head.bytes)
+        return;
+    fsdpc_status status = set_aside(from);
+    if (status == FSDPC_OK)
+        memcpy(from->to_aside->bytes, work->data, from->moved);
+    else
+        fsdpc_shm_fail(p2p->comm, status);
+}
+
+static void cancel_receive(fsdpc_p2p *p2p, const fsdpc_p2p_work *work)
+{
+    remove_work(&p2p->receives, work);
     for (int p = 0; p < p2p->comm->base.size; p++) {
         source *from = &p2p->sources[p];
         if (from->to == work)
-            from->to = NULL; /* only after a failure: nothing moves any more */
+            put_aside(p2p, from);
         for (aside *a = from->oldest; a; a = a->next)
             if (a->wanted_by == work)
                 a->wanted_by = NULL;
     }
+}
+
+/* Puts a copy in the place of a send. */
+static fsdpc_status copy_send(fsdpc_p2p *p2p, const fsdpc_p2p_work *work)
+{
+    fsdpc_p2p_work *copy = malloc(sizeof *copy + work->bytes), **at = &p2p->sends[work->peer];
+    if (!copy)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to finish a message of %zu bytes",
+                          work->bytes);
+    *copy = *work;
+    copy->state = FSDPC_P2P_POSTED;
+    copy->copied = true;
+    copy->data = (unsigned char *)(copy + 1);
+    memcpy(copy->data, work->data, work->bytes);
+    while (*at != work)
+        at = &(*at)->next;
+    *at = copy;
+    return FSDPC_OK;
+}
+
+void fsdpc_p2p_drop(fsdpc_p2p *p2p, fsdpc_p2p_work *work)
+{
     work->state = FSDPC_P2P_DONE;
+    if (work->receives) {
+        cancel_receive(p2p, work);
+        return;
+    }
+    if (!p2p->comm->base.poison[0]) {
+        fsdpc_status status = copy_send(p2p, work);
+        if (status == FSDPC_OK)
+            return;
+        fsdpc_shm_fail(p2p->comm, status);
+    }
+    remove_work(&p2p->sends[work->peer], work);
 }

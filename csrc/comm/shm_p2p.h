@@ -26,8 +26,9 @@ typedef struct fsdpc_p2p_work {
     size_t bytes;
 
     enum { FSDPC_P2P_IDLE, FSDPC_P2P_POSTED, FSDPC_P2P_DONE } state;
-    size_t moved; /* bytes so far; a send's include the header */
+    size_t moved; /* sends: bytes so far, of the header too */
     size_t sent;  /* receives: the bytes of the message; an error unless equal to `bytes` */
+    bool copied;  /* sends: dropped by the caller, so the mailboxes own work and bytes */
     struct fsdpc_p2p_work *next;
 } fsdpc_p2p_work;
 
@@ -41,7 +42,9 @@ fsdpc_status fsdpc_p2p_progress(fsdpc_p2p *p2p);
 /* FSDPC_MISMATCH: the message has another size. */
 fsdpc_status fsdpc_p2p_test(fsdpc_p2p *p2p, fsdpc_p2p_work *work);
 fsdpc_status fsdpc_p2p_wait(fsdpc_p2p *p2p, fsdpc_p2p_work *work);
-/* Forgets a work that is not done, for instance after a failure. */
+/* Stops using the storage and bytes of a work that is not done. A receive is cancelled, and its
+ * message remains for another receive. A send is finished from a copy. Without memory for what has
+ * arrived or for the copy, the group fails. */
 void fsdpc_p2p_drop(fsdpc_p2p *p2p, fsdpc_p2p_work *work);
 
 #endif

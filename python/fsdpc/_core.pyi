@@ -2030,7 +2030,11 @@ class Group:
         """Leave without waiting for peers."""
 
 class GroupWork:
-    """An operation of a :class:`Group`; do not drop it before it is done."""
+    """An operation of a :class:`Group`.
+
+    If it is dropped before it is done, a receive is cancelled, a send is finished from a copy, and
+    any other operation makes the group fail.
+    """
 
     @property
     def differ(self) -> tuple[int, int, int, int] | None:

@@ -383,6 +383,24 @@ def test_an_error_stays_with_its_operation(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_dropped_receive_does_not_fail_groups(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, _):
+        part: Any = dist.new_group([0, 1])
+        late, last = torch.zeros(3), torch.zeros(1)
+        never = dist.irecv(torch.empty(4), 1 - rank, group=part)  # its message is never sent
+        dist.irecv(late, 1 - rank, group=part, tag=1)  # completes, though nobody keeps it
+        del never
+        for tag, sent in ((1, torch.ones(3)), (2, torch.ones(1))):
+            dist.send(sent, 1 - rank, group=part, tag=tag)
+        dist.recv(last, 1 - rank, group=part, tag=2)
+        assert late.tolist() == [1] * 3
+        dist.destroy_process_group(part)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [2, 2]
+
+
+@pytest.mark.ranks(2)
 def test_a_group_closed_under_a_thread(tmp_path: Path) -> None:
     found: list[str] = []
 
