@@ -34,6 +34,7 @@ from fsdpc.torch.backend._works import (
     Operation,
     all_of,
     check,
+    deadlines,
     dense_of,
     n_bytes,
 )
@@ -122,7 +123,8 @@ def _create(given: Any, _: Any) -> Any:
     seconds = given.timeout.total_seconds()
     if isinstance(default, ProcessGroup):
         identity = hashlib.sha256(given.group_id.encode()).digest()[:8]
-        group = default.core.part(ranks, int.from_bytes(identity, "little"))
+        with deadlines():
+            group = default.core.part(ranks, int.from_bytes(identity, "little"))
         return _opened(group, rank, size, ranks, seconds)
     meeting = store.add(f"meetings/{rank}", 1)  # a store may outlive several default groups
     store.set(f"{meeting}/host/{rank}", this_host()[0])
@@ -135,7 +137,8 @@ def _create(given: Any, _: Any) -> Any:
         if rank == 0:
             _log.warning("%d ranks on %s hosts: gloo carries this process group", size, n_hosts)
         return dist.ProcessGroupGloo(store, rank, size, given.timeout)
-    group = _core.Group(rank, size, address, secret, seconds)
+    with deadlines():
+        group = _core.Group(rank, size, address, secret, seconds)
     return _opened(group, rank, size, ranks, seconds)
 
 

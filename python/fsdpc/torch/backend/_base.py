@@ -16,6 +16,7 @@ from fsdpc import _core
 from fsdpc.torch.backend._works import (
     InvalidArgument,
     Operation,
+    deadlines,
     described,
     is_async,
     n_bytes,
@@ -144,5 +145,6 @@ class Base(dist.ProcessGroup):
     def _gather_now(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked."""
         handle, whole = self._gather(tensor)
-        handle.wait()
+        with deadlines():
+            handle.wait()
         return whole.view(self._size, *tensor.shape)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.distributed import DistBackendError
 
 from fsdpc import _core
 
@@ -20,6 +21,19 @@ ANY = -1  # the source of a message that may come from any rank
 
 class InvalidArgument(ValueError, RuntimeError):
     """Arguments that cannot be right; torch's own back ends raise RuntimeError."""
+
+
+class DeadlineError(DistBackendError, TimeoutError):
+    """A deadline passed; torch's own back ends raise a RuntimeError."""
+
+
+@contextmanager
+def deadlines() -> Iterator[None]:
+    """Raise DeadlineError where the C library raises TimeoutError."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlineError(*error.args) from None
 
 
 class Operation(Work):
@@ -43,7 +57,7 @@ class Operation(Work):
         end = time.monotonic() + timeout.total_seconds()
         while timeout and not self.is_completed():
             if time.monotonic() > end:
-                raise TimeoutError(f"Timed out: an operation is not done after {timeout}")
+                raise DeadlineError(f"Timed out: an operation is not done after {timeout}")
             time.sleep(0.0001)
         with self._turn:
             self._advance(lambda handle: handle.wait() is None)
@@ -61,6 +75,9 @@ class Operation(Work):
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish()
+        except TimeoutError as error:
+            self._error = DeadlineError(*error.args)
+            raise self._error from None
         except Exception as error:
             self._error = error
             raise
