@@ -22,10 +22,12 @@ SIZES = [(), (5,), (3, 7), (70_001,)]  # the last takes several chunks
 
 
 @contextmanager
-def joined(folder: Path, seconds: float = 60) -> Iterator[tuple[int, int]]:
+def joined(
+    folder: Path, seconds: float = 60, backend: str = "fsdpc"
+) -> Iterator[tuple[int, int]]:
     """Yield (rank, size) of a default group of ours."""
     dist.init_process_group(
-        "fsdpc", init_method=f"file://{folder}/store", rank=fsdpc.rank(),
+        backend, init_method=f"file://{folder}/store", rank=fsdpc.rank(),
         world_size=fsdpc.world_size(), timeout=timedelta(seconds=seconds),
     )  # fmt: skip
     try:
@@ -262,6 +264,37 @@ def test_torch_builds_on_it(tmp_path: Path) -> None:
             for p, grad in zip(model.parameters(), want, strict=True):
                 own = getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
                 torch.testing.assert_close(own, grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["cpu:fsdpc,meta:fake", "meta:fake,cpu:fsdpc"])
+def test_other_devices_have_other_back_ends(tmp_path: Path, backend: str) -> None:
+    """Tensors of "meta" and torch's "fake" back end stand for tensors of GPUs and NCCL."""
+    import torch.testing._internal.distributed.fake_pg  # registers it
+
+    assert torch.testing
+    with joined(tmp_path, backend=backend) as (rank, size):
+        part = dist.new_group([0, 1])
+        for group in (dist.group.WORLD, part):
+            x, far = torch.ones(3), torch.ones(6, device="meta")
+            dist.all_reduce(far, group=group)
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [size] * 3
+            work: Any = dist.all_gather_into_tensor(far, far[:3].clone(), group, async_op=True)
+            work.wait()
+            dist.all_gather(list(far.chunk(2)), far[:3].clone(), group)
+            dist.reduce_scatter_tensor(far[:3].clone(), far, group=group)
+            dist.broadcast(far, 0, group)
+            dist.all_to_all_single(far, far.clone(), group=group)
+            (dist.send if rank else dist.recv)(far, 1 - rank, group)
+            dist.barrier(group)
+            assert group is not None
+            assert group._get_backend(torch.device("meta")).name() == "fake"
+            assert {device.type for device in group._device_types} == {"cpu", "meta"}
+            with pytest.raises(RuntimeError, match="No backend"):
+                group._get_backend(torch.device("cuda"))
+        dist.destroy_process_group(part)
+        dist.all_reduce(far)
 
 
 @pytest.mark.ranks(2)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fsdpc import _core
 from fsdpc.distributed.environment import this_host
+from fsdpc.torch.backend._calls import operation
 from fsdpc.torch.backend._copies import Copies
 from fsdpc.torch.backend._reductions import Reductions
 from fsdpc.torch.backend._works import (
@@ -48,6 +49,7 @@ _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 class ProcessGroup(Reductions, Copies):
     """A process group of ranks on one host; created by ``init_process_group`` or ``new_group``."""
 
+    @operation("send")
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Operation:
         """Send a tensor to a rank of the group."""
         check(tensors)
@@ -57,8 +59,12 @@ class ProcessGroup(Reductions, Copies):
             handles.append(self._group.send(dense, dense.data_ptr(), n_bytes(dense), dst, tag))
         return self._done(handles[::-1], tensors, Async)
 
+    @operation("recv")
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Operation:
         """Receive a tensor from a rank of the group."""
+        return self._receive(tensors, src, tag)
+
+    def _receive(self, tensors: list[Tensor], src: int, tag: int) -> Operation:
         check(tensors)
         handles, backs = [], []
         for tensor in tensors:
@@ -67,14 +73,17 @@ class ProcessGroup(Reductions, Copies):
             backs.append(back)
         return self._done(handles[::-1], tensors, Async, all_of(backs))
 
+    @operation("recv")
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Operation:
         """Receive a tensor from any rank of the group."""
-        return self.recv(tensors, ANY, tag)
+        return self._receive(tensors, ANY, tag)
 
+    @operation("barrier")
     def barrier(self, opts: Any = None) -> Operation:
         """Wait for all ranks."""
         return self._done([self._group.barrier("barrier")], [], opts)
 
+    @operation("monitored_barrier")
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -115,7 +124,7 @@ def _opened(group: _core.Group, *arguments: Any) -> ProcessGroup:
     return made
 
 
-def _create(given: Any, _: Any) -> Any:
+def _create(given: Any, options: Any) -> Any:
     """Create a group, for torch: its ranks meet through the store or as part of the default."""
     rank, size, store = given.group_rank, given.group_size, given.store
     ranks = list(given.global_ranks_in_group) or list(range(size))
@@ -125,7 +134,7 @@ def _create(given: Any, _: Any) -> Any:
         identity = hashlib.sha256(given.group_id.encode()).digest()[:8]
         with deadlines():
             group = default.core.part(ranks, int.from_bytes(identity, "little"))
-        return _opened(group, rank, size, ranks, seconds)
+        return _opened(group, rank, size, ranks, seconds, options)
     meeting = store.add(f"meetings/{rank}", 1)  # a store may outlive several default groups
     store.set(f"{meeting}/host/{rank}", this_host()[0])
     if rank == 0:
@@ -139,13 +148,13 @@ def _create(given: Any, _: Any) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, given.timeout)
     with deadlines():
         group = _core.Group(rank, size, address, secret, seconds)
-    return _opened(group, rank, size, ranks, seconds)
+    return _opened(group, rank, size, ranks, seconds, options)
 
 
 @atexit.register
 def _leave() -> None:
     for group in list(_open):
-        group.shutdown()
+        group.leave()
 
 
 def register() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsdpc import _core
 from fsdpc.torch.backend._base import Base
+from fsdpc.torch.backend._calls import operation
 from fsdpc.torch.backend._works import (
     InvalidArgument,
     Operation,
@@ -32,6 +33,7 @@ from fsdpc.torch.backend._works import (
 class Copies(Base):
     """Operations that copy the ranks' tensors."""
 
+    @operation("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> Operation:
         """Copy the root's tensor to all tensors of all ranks."""
         opts = options(dist.BroadcastOptions, opts, rootRank=more.get("root"))
@@ -49,6 +51,7 @@ class Copies(Base):
         copies = [back, *([lambda: [tensor.copy_(dense) for tensor in others]] if others else [])]
         return self._done([handle], tensors, opts, all_of(copies))
 
+    @operation("all_gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Operation:
         """Copy every rank's tensors to all ranks; each list of outputs is in rank order."""
         if isinstance(inputs, Tensor):
@@ -67,14 +70,15 @@ class Copies(Base):
                     f"not {self._size * len(inputs)}"
                 )
             check_alike("allgather", parts, inputs[0])
+        check([*inputs, *(part for parts in outputs for part in parts)])
         send = flat(inputs)
-        check([send, *(part for parts in outputs for part in parts)])
         handle, whole = self._gather(send)
         result = outputs if len(outputs) > 1 else outputs[0]
         return self._done(
             [handle], result, opts, lambda: [unpack(whole, parts) for parts in outputs]
         )
 
+    @operation("all_gather")
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Operation:
@@ -103,14 +107,19 @@ class Copies(Base):
             lambda: [unpack(whole, parts) for whole, parts in results],
         )  # fmt: skip
 
+    @operation("all_gather")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Operation:
         """Copy every rank's tensor into its part of the output on all ranks."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self._gather_all([output], [tensor], opts)
 
+    @operation("all_gather")
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Operation:
         """Copy every rank's tensors into their parts of the outputs on all ranks."""
+        return self._gather_all(outputs, inputs, opts)
+
+    def _gather_all(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Operation:
         check([*outputs, *inputs])
         handles, backs = [], []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -127,6 +136,7 @@ class Copies(Base):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @operation("gather")
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Operation:
         """Copy every rank's tensor to the root."""
         if isinstance(inputs, Tensor):
@@ -167,6 +177,7 @@ class Copies(Base):
         check_alike(what, lists[0], like)
         return lists[0]
 
+    @operation("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Operation:
         """Copy the root's tensors to one rank each."""
         if isinstance(outputs, Tensor):
@@ -187,6 +198,7 @@ class Copies(Base):
         )
         return self._done([handle], outputs, opts, back)
 
+    @operation("all_to_all")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -205,6 +217,7 @@ class Copies(Base):
 
     alltoall_base = all_to_all_single
 
+    @operation("all_to_all")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
         """Send one of the tensors to each rank."""
         check([*outputs, *inputs])

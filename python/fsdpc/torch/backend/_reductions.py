@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdpc import _core
 from fsdpc.torch.backend._base import Base
+from fsdpc.torch.backend._calls import operation
 from fsdpc.torch.backend._works import (
     InvalidArgument,
     Operation,
@@ -19,6 +20,7 @@ from fsdpc.torch.backend._works import (
     as_list,
     check,
     check_alike,
+    check_device,
     dense_of,
     described,
     flat,
@@ -108,15 +110,17 @@ class Reductions(Base):
 
         return handle, finish
 
+    @operation("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Operation:
         """Reduce all tensors of all ranks, into each of them."""
         opts = options(dist.AllreduceOptions, opts, reduceOp=more.get("op"))
         tensors = as_list(tensors)
         check_alike("allreduce", tensors, tensors[0])
+        check_device(tensors)
         if tensors[0].layout == torch.sparse_coo:
             return self._reduce_sparse(tensors, opts)
         if len(tensors) == 1:
-            return self.allreduce_coalesced(tensors, opts)
+            return self._reduce_all(tensors, opts)
         check(tensors)
         op = _op_of(opts)
         name = _name_of(op)
@@ -155,9 +159,12 @@ class Reductions(Base):
             tensor.copy_(total)
         return self._done([], tensors, opts)
 
+    @operation("all_reduce")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Operation:
         """Reduce each tensor over the ranks, in place."""
-        tensors = as_list(tensors)
+        return self._reduce_all(as_list(tensors), opts)
+
+    def _reduce_all(self, tensors: list[Tensor], opts: Any) -> Operation:
         for at, tensor in enumerate(tensors):
             if tensor.layout != tensors[0].layout:
                 raise InvalidArgument(
@@ -175,6 +182,7 @@ class Reductions(Base):
             finishes += [finish, back]
         return self._done(handles[::-1], tensors, opts, all_of(finishes))
 
+    @operation("reduce")
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, **more: Any) -> Operation:
         """Reduce a tensor over the ranks into the root's."""
         opts = options(dist.ReduceOptions, opts, rootRank=more.get("root"), reduceOp=op)
@@ -194,6 +202,7 @@ class Reductions(Base):
         handle, finish = self._reduce(dense, dense, op, 0, dense.numel(), f"reduce to {root}")
         return self._done([handle], tensors, opts, all_of([finish, back]))
 
+    @operation("reduce_scatter")
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Operation:
@@ -230,14 +239,19 @@ class Reductions(Base):
             finishes += [finish, back]
         return self._done(handles[::-1], outputs, opts, all_of(finishes))
 
+    @operation("reduce_scatter")
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Operation:
         """Reduce a tensor; each rank receives an equal part of the result."""
-        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+        return self._scatter_all([output], [whole], opts)
 
+    @operation("reduce_scatter")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Operation:
         """Reduce each of the tensors; each rank receives an equal part of the results."""
+        return self._scatter_all(outputs, inputs, opts)
+
+    def _scatter_all(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Operation:
         check([*outputs, *inputs])
         for output, whole in zip(outputs, inputs, strict=True):
             if whole.numel() != output.numel() * self._size or whole.dtype != output.dtype:

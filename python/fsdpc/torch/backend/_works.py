@@ -23,6 +23,10 @@ class InvalidArgument(ValueError, RuntimeError):
     """Arguments that cannot be right; torch's own back ends raise RuntimeError."""
 
 
+class OtherDevice(InvalidArgument):
+    """A tensor is not in the host's memory."""
+
+
 class DeadlineError(DistBackendError, TimeoutError):
     """A deadline passed; torch's own back ends raise a RuntimeError."""
 
@@ -136,14 +140,20 @@ def n_bytes(tensor: Tensor) -> int:
 
 def check(tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that are not dense, or not in the host's memory."""
+    check_device(tensors)
     for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise InvalidArgument(
-                f"a process group of fsdpc has a tensor on {tensor.device}; it carries tensors of "
-                "CPUs only: make another group for them, dist.new_group(backend='nccl')"
-            )
         if tensor.layout != torch.strided:
             raise InvalidArgument(f"unsupported layout of a tensor: {tensor.layout}")
+
+
+def check_device(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that are not in the host's memory."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise OtherDevice(
+                f"a process group of fsdpc has a tensor on {tensor.device}; it carries tensors of "
+                "CPUs only: name a back end for the others, as in 'cpu:fsdpc,cuda:nccl'"
+            )
 
 
 def dense_of(tensor: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
