@@ -298,6 +298,26 @@ def test_other_devices_have_other_back_ends(tmp_path: Path, backend: str) -> Non
 
 
 @pytest.mark.ranks(2)
+def test_profilers_show_operations(tmp_path: Path) -> None:
+    with joined(tmp_path) as (rank, size):
+        x, whole = torch.ones(4), torch.ones(4 * size)
+        with torch.profiler.profile() as profile:
+            dist.all_reduce(x)
+            dist.all_reduce(x, async_op=True).wait()
+            dist.broadcast(x, 0)
+            dist.all_gather_into_tensor(whole, x)
+            dist.reduce_scatter_tensor(x, whole)
+            dist.all_to_all_single(whole, whole.clone())
+            (dist.send if rank else dist.recv)(x, 1 - rank)
+            dist.barrier()
+        dist.all_reduce(x)
+        shown = {event.key: event.count for event in profile.key_averages() if "fsdpc" in event.key}
+        names = ("broadcast", "all_gather", "reduce_scatter", "all_to_all",
+                 "send" if rank else "recv", "barrier")  # fmt: skip
+        assert shown == {"fsdpc:all_reduce": 2, **{f"fsdpc:{name}": 1 for name in names}}
+
+
+@pytest.mark.ranks(2)
 def test_the_engine_is_beside_it(tmp_path: Path) -> None:
     """One model sharded by the engine over a mesh of our groups."""
     from torch.distributed.device_mesh import init_device_mesh
