@@ -5,9 +5,8 @@
  * time. Between sleeps it checks the time. It gives notices about late ranks and this rank's last
  * operation, and poisons the communicator at the deadline. The interrupt callback may end the wait.
  *
- * If `idle` reports that a peer is gone, the operation has not yet failed, because the peer may
- * have done its part before it left. The wait polls once more, and fails only if the operation is
- * still unfinished.
+ * If `idle` reports that a peer is gone, the operation has not failed yet, because that peer may be
+ * done with its part. The wait polls once more, and fails only if the operation is unfinished.
  */
 #include "comm/comm.h"
 

@@ -36,8 +36,9 @@ MAY_INCLUDE = {
 # Folders that are chains: a file includes and calls only what is listed before it.
 ORDER = {
     "comm": """
-        comm coll_math fork_guard rendezvous shm_segment shm_world shm_control shm_ring shm_internal
-        shm_peers shm_coll shm_param_buffer shm_buffer shm_p2p comm_self comm_null comm_shm
+        nap comm coll_math fork_guard rendezvous shm_segment shm_world shm_control shm_ring
+        shm_internal shm_peers shm_coll shm_param_buffer shm_buffer shm_p2p comm_self comm_null
+        comm_shm
         group transport transport_null transport_relay host_watch hosts_internal
         hosts_cross hosts_values hosts_op hosts_param_buffer comm_hosts
     """,

@@ -28,7 +28,10 @@ class OtherDevice(InvalidArgument):
 
 
 class DeadlineError(DistBackendError, TimeoutError):
-    """A deadline passed; torch's own back ends raise a RuntimeError."""
+    """A deadline passed; torch's own back ends raise a RuntimeError.
+
+    The page docs/troubleshooting.md#exceptions explains what to do.
+    """
 
 
 @contextmanager
