@@ -40,5 +40,5 @@ for step in range(STEPS):
     if step % 10 == 0:
         print(f"step {step}: loss {loss.item():.4f} norm {norm.item():.3f}")
 
-state = model.state_dict()  # full tensors, on every rank
+state = model.state_dict()  # DTensors; full_tensor() gathers one
 print(f"{len(state)} tensors, {sum(v.numel() for v in state.values()):,} elements")

@@ -3,8 +3,8 @@
 fsdpc run --ranks 2 examples/torch/08_prepare_by_hand.py [STEPS]
 torchrun --nproc_per_node 2 examples/torch/08_prepare_by_hand.py
 
-The optimizer is created before sharding, as in such scripts; `prepare` creates it again for the
-pieces, with its options.
+The optimizer is created before sharding, as in such scripts; `prepare` creates it again
+for the sharded parameters, with its options.
 """
 
 import sys
@@ -28,7 +28,7 @@ ACCUMULATE = 2
 def prepare(
     model: Any, optimizer: Any, loader: DataLoader[Any]
 ) -> tuple[Any, Any, DataLoader[Any]]:
-    """Shard the model by layers, give the optimizer its pieces and every rank its own samples."""
+    """Shard the model by layers; give the optimizer its parameters and each rank its samples."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [
         {**group, "params": [names[id(p)] for p in group["params"]]}
@@ -37,9 +37,9 @@ def prepare(
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    pieces = dict(model.named_parameters())
+    sharded = dict(model.named_parameters())
     for group in groups:
-        group["params"] = [pieces[name] for name in group["params"]]
+        group["params"] = [sharded[name] for name in group["params"]]
     optimizer = type(optimizer)(groups)
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, fsdpc.world_size(), fsdpc.rank(), shuffle=True

@@ -2067,6 +2067,7 @@ class Unit:
         modules: int = 1,
         whole: list[int] = ...,
         offload: Offload | None = None,
+        band_per_param: bool = False,
     ) -> None: ...
     name: str
     """Name shown in messages and traces."""
@@ -2279,13 +2280,12 @@ class TorchUnit:
         self,
         unit: Unit,
         slots: list[tuple[dict[str, Any], str, int]],
-        pieces: list[Any],
+        params: list[Any],
         adopt: Callable[[int], None],
         renew: Callable[[], None],
         streams: Callable[[], int] | None,
         gives_back: bool,
-        plainly: Callable[[], Any],
-        grad_of: Any,
+        local: str | None = None,
     ) -> None: ...
     def place(self, grads: list[Any], lent: list[Any] | None, /) -> None:
         """Use these gradients, which are rows of ``lent`` or, if that is None, of the unit's own
@@ -2332,13 +2332,13 @@ class TorchUnit:
     def catch_up(self) -> None:
         """Update the engine from ``.grad``, unless this backward has already done so."""
     def follow(self, i: int = ..., /) -> None:
-        """Copy in the tensors that the user assigned to ``.data``, for one piece or all pieces."""
+        """Copy in the tensors that the user assigned to ``.data``, for one parameter or all."""
     def follow_root(self) -> None:
-        """Detect changes to the pieces of all units; called before an epoch."""
+        """Detect changes to the parameters of all units; called before an epoch."""
     def settle(self) -> bool:
         """Set ``.grad`` to the reduced gradients; return whether hooks are waiting for them."""
     def take_grads(self, i: int = ..., /) -> None:
-        """Update the engine's gradients from ``.grad``, for one piece or all pieces."""
+        """Update the engine's gradients from ``.grad``, for one parameter or all."""
     def add_product(self, i: int, dy: int, x: int, rows: int, n_out: int, n_in: int, /) -> bool:
         """Add dy' x, from dense memory at these addresses, to parameter i's gradient; return False
         if the unit's reduce dtype does not allow it.
@@ -2349,14 +2349,17 @@ class TorchUnit:
     def reset(self) -> None:
         """Return all of the root's units to their sharded state after an exception."""
     def hide(self, gave_up: bool, /) -> None:
-        """Put the local pieces back into the modules, and discard an incomplete backward."""
+        """Put the sharded parameters back into the modules, and discard an incomplete backward."""
     def pin(self) -> None:
         """Record that ``Unit.unshard`` was called."""
     def hold(self, begin: bool, /) -> None:
         """Start or stop keeping the unsharded parameters visible."""
 
-def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int]]:
-    """Return (group, full_offset, first, numel, shard_offset, master_offset) per parameter."""
+def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int, int]]:
+    """Return (group, full_offset, first, numel, shard_offset, master_offset, owner) per parameter.
+
+    ``owner`` is -1 if the parameter is cut.
+    """
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
     """Return the "master", "grad" or "unsharded" memory of each flat group that has it."""

@@ -26,7 +26,7 @@ from fsdpc.torch import (
     summon_full_params,
 )
 from tests.faults.common import run
-from tests.torch.common import batch, loss_of
+from tests.torch.common import batch, full, loss_of
 
 from .common import CONFIG, by_blocks
 
@@ -39,6 +39,11 @@ OPTIMIZERS: dict[str, Any] = {
     "torch RMSprop": torch.optim.RMSprop,
     "torch Adagrad": torch.optim.Adagrad,
 }
+
+
+def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters and buffers by name; collective."""
+    return {name: full(value) for name, value in model.state_dict().items()}
 
 
 class Net(nn.Module):
@@ -106,7 +111,7 @@ class Run:
 
     def everything(self) -> Any:
         """Parameters, rank 0's buffer, states and the rest, as bytes and numbers; collective."""
-        tensors = {n: t.numpy().tobytes() for n, t in self.model.state_dict().items()
+        tensors = {n: t.numpy().tobytes() for n, t in full_values(self.model).items()
                    if fsdpc.rank() == 0 or n != "seen"}  # fmt: skip
         found = get_optimizer_state_dict(self.model, self.optimizer)
         states = {
@@ -213,7 +218,7 @@ def contents(state: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
         name: {k: int(v) if k == "step" else v.numpy().tobytes() for k, v in each.items()}
         for name, each in get(model, optimizer)["state"].items()
     }
-    full = model.state_dict()
+    full = full_values(model)
     values = {n: t.numpy().tobytes() for n, t in full.items() if n in states}  # tied ones once
     fsdpc.barrier()
     return values, states
@@ -296,13 +301,13 @@ def test_adam_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = train(state, 0, 10)
     checkpoint.save(tmp_path / "c", state)
     whole += train(state, 10, 20)
-    want = {n: t.clone() for n, t in state["model"].state_dict().items()}
+    want = full_values(state["model"])
     resumed = made(2)
     scramble(99 + fsdpc.rank())
     checkpoint.load(tmp_path / "c", resumed)
     again = train(resumed, 10, 20)
     np.testing.assert_allclose(again, whole[10:], rtol=1e-5, atol=0)
-    for name, value in resumed["model"].state_dict().items():
+    for name, value in full_values(resumed["model"]).items():
         torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-5)
     assert again == whole[10:]  # and indeed to the bit
 
@@ -400,7 +405,7 @@ def test_fsdp1_classes(tmp_path: Path) -> None:
     loss_of(model, batch(0, fsdpc.rank())).backward()
     optimizer.step()
     checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
-    full = {n: t.clone() for n, t in model.state_dict().items()}
+    full = full_values(model)
     fsdpc.barrier()
     found = load_file(tmp_path / "c" / "model.safetensors")
     assert set(found) == set(full) - {"twin.weight"}
@@ -446,7 +451,7 @@ def test_whatever_stands_in_a_parameters_place(tmp_path: Path) -> None:
     model = made.model
     model(batch(0, 0))
     model.unshard()
-    with torch.no_grad():  # by optimizers and users: the piece is out of sight, not out of date
+    with torch.no_grad():  # by optimizers and users: it is out of sight, not out of date
         weight = made.optimizer.param_groups[0]["params"][0]
         weight.data = torch.full_like(weight, 2.0)
     checkpoint.save(tmp_path / "c", made.state)

@@ -104,7 +104,7 @@ def shard(model: Any, **options: Any) -> Any:
 def values_of(model: nn.Module) -> dict[str, Any]:
     """Full parameters by name, as bits of float32."""
     return {name: value.float().flatten().view(torch.int32).tolist()
-            for name, value in model.state_dict().items()}
+            for name, value in fsdpc.torch.get_model_state_dict(model).items()}
 
 
 def number(value: Any) -> float:
@@ -180,12 +180,12 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Torch's own, over pieces."""
+    """Torch's own, over DTensors."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def clipped_by_torch() -> dict[str, Any]:
-    """Torch's optimizer and its clipping, whose norms of pieces are global."""
+    """Torch's optimizer and its clipping, whose norms are global."""
     model = shard(made(Mlp))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     norms = []
@@ -281,7 +281,7 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def with_torch_adamw(model: Any) -> dict[str, Any]:
-    """Torch's AdamW over pieces."""
+    """Torch's AdamW over DTensors."""
     return train(model, rows, torch_adamw(model))
 
 

@@ -30,6 +30,7 @@ from tests.torch.common import (  # noqa: E402
     average_grads,
     batch,
     build,
+    full,
     join_gloo,
     loss_of,
 )
@@ -228,7 +229,7 @@ def test_what_scripts_ask_an_engine() -> None:
     plain = build()
     plain(batch(0, 0)).mean().backward()
     torch.testing.assert_close(
-        engine.module.first.bias.grad, 1.5 * plain.first.bias.grad, check_dtype=False
+        full(engine.module.first.bias.grad), 1.5 * plain.first.bias.grad, check_dtype=False
     )
     engine.zero_grad()
     assert engine.module.first.bias.grad is None

@@ -37,7 +37,7 @@ import fsdpc  # noqa: E402
 from fsdpc.integrations import _units  # noqa: E402
 from fsdpc.integrations.lightning import FsdpcFabricStrategy, FsdpcStrategy  # noqa: E402
 from fsdpc.torch import FSDPModule, fully_shard, optim  # noqa: E402
-from tests.torch.common import Net, build, join_gloo  # noqa: E402
+from tests.torch.common import Net, build, full, join_gloo  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -162,7 +162,8 @@ def quiet() -> None:
 def assert_close(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
     assert set(found) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **(tolerance or CLOSE), msg=name)
+        own, theirs = full(found[name]), full(value)
+        torch.testing.assert_close(own, theirs, **(tolerance or CLOSE), msg=name)
 
 
 @pytest.mark.ranks(2, init=False, timeout=300)

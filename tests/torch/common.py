@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first use: here once, not on every rank
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdpc
@@ -135,7 +136,12 @@ def train_twins(ours: Any, plain: nn.Module, optimizers: Any, steps: int, **clip
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Full values by name; collective."""
-    return {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def full(t: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole tensor that a DTensor is of, or of a plain one; collective."""
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
 def assert_same_parameters(ours: nn.Module, plain: nn.Module, **tolerance: float) -> None:

@@ -50,7 +50,7 @@ def test_what_is_prepared_trains_as_by_hand(precision: str, tmp_path: Any) -> No
         if step % 2:
             average_grads(plain)
             own = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            torch.testing.assert_close(norm, own, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(norm.full_tensor(), own, rtol=1e-3, atol=1e-4)
             by_hand.step()
             by_hand.zero_grad()
             slower.step()
@@ -58,7 +58,7 @@ def test_what_is_prepared_trains_as_by_hand(precision: str, tmp_path: Any) -> No
     assert step == 3
     tolerance = 1e-5 if precision == "no" else 1e-2
     assert_same_parameters(model, plain, rtol=tolerance, atol=tolerance)
-    with pytest.raises(NotImplementedError, match=r"accelerate.checkpointing .* fsdpc.checkpoint"):
+    with pytest.raises(RuntimeError, match="DTensor without a storage.*fsdpc.checkpoint"):
         accelerator.save_state(str(tmp_path / "refused"))
     state = {"model": accelerator.unwrap_model(model), "optimizer": optimizer.optimizer}
     checkpoint.save(tmp_path / "saved", state)

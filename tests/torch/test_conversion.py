@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fsdpc
 from fsdpc.torch import MixedPrecisionPolicy, fully_shard, optim, set_model_state_dict
@@ -47,10 +48,10 @@ def test_to_after_sharding(kind: str, dtype: torch.dtype) -> None:
     model = build()
     plain: Any = twin(model).to(dtype)
     ours = shard(model)
-    pieces = list(ours.parameters())
+    sharded = list(ours.parameters())
     assert ours.to(dtype) is ours
-    for piece, p in zip(pieces, ours.parameters(), strict=True):
-        assert p is piece and p.dtype is dtype and p.full_tensor().dtype is dtype
+    for own, p in zip(sharded, ours.parameters(), strict=True):
+        assert p is own and p.dtype is dtype and p.full_tensor().dtype is dtype
     assert_same_parameters(ours, plain, rtol=0, atol=0)
     make = optim.AdamW if kind == "ours" else torch.optim.AdamW
     losses = [
@@ -84,11 +85,15 @@ def test_the_layout_follows() -> None:
     ours: Any = fully_shard(model)
     ours.set_gradient_divide_factor(1.0)
     ours.set_requires_gradient_sync(False)
-    biases = [p.numel() for p in (ours.a.bias, ours.b.bias)]
-    assert biases == ([5, 5] if fsdpc.rank() == 0 else [4, 4])  # two bands of 9 elements
+    groups = {fsdpc._core.unit_places(ours._fsdpc_unit)[i][0] for i in range(4)}
+    assert len(groups) == 2
     ours.double()
-    biases = [p.numel() for p in (ours.a.bias, ours.b.bias)]
-    assert biases == ([9, 0] if fsdpc.rank() == 0 else [0, 9])  # one: they begin at 0 and 64
+    groups = {fsdpc._core.unit_places(ours._fsdpc_unit)[i][0] for i in range(4)}
+    assert len(groups) == 1
+    for p in ours.parameters():  # rows are cut as torch.chunk cuts them, in one group as in two
+        begin, end = p.fsdpc.rows
+        rows = [len(r) for r in torch.empty(len(p)).chunk(2)][fsdpc.rank()]
+        assert p.to_local().shape == (rows, *p.shape[1:]) and end - begin == rows
     assert ours.count.dtype is torch.float64
     assert_same_parameters(ours, plain, rtol=0, atol=0)
     x = batch(0, fsdpc.rank()).double()
@@ -190,22 +195,22 @@ def test_ten_steps_after_double_and_back() -> None:
 
 @pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("by", ["to_empty", "load_state_dict", "rank 0", "reset_parameters"])
-def test_pieces_say_meta_until_they_have_memory(by: str) -> None:
+def test_parameters_say_meta_until_they_have_memory(by: str) -> None:
     plain = build()
     values = plain.state_dict()
     with torch.device("meta"):
         model = build()
     ours = shard(model)
-    pieces = list(ours.parameters())
+    sharded = list(ours.parameters())
 
-    def check(device: str, pieces: list[Any] = pieces) -> None:
-        for p in pieces:
+    def check(device: str, params: list[Any] = sharded) -> None:
+        for p in params:
             assert p.device == torch.device(device) and p.is_meta == (device == "meta")
-            assert isinstance(p, nn.Parameter) and f"{p!r}".startswith("Parameter containing")
+            assert isinstance(p, nn.Parameter) and isinstance(p, DTensor)
 
     check("meta")
     assert "device='meta'" in f"{ours.last.weight!r}"
-    optimizer = torch.optim.AdamW(pieces, lr=0.1)
+    optimizer = torch.optim.AdamW(sharded, lr=0.1)
     ours.double().float()
     check("meta")
     with pytest.raises(NotImplementedError, match="to_empty"):
@@ -228,6 +233,6 @@ def test_pieces_say_meta_until_they_have_memory(by: str) -> None:
     else:
         ours.load_state_dict(values)
     check("cpu")
-    assert all(a is b for a, b in zip(ours.parameters(), pieces, strict=True))
-    assert len({type(p) for p in [*pieces, *fully_shard(nn.Linear(2, 2)).parameters()]}) == 1
+    assert all(a is b for a, b in zip(ours.parameters(), sharded, strict=True))
+    assert len({type(p) for p in [*sharded, *fully_shard(nn.Linear(2, 2)).parameters()]}) == 1
     train_twins(ours, plain, (optimizer, torch.optim.AdamW(plain.parameters(), lr=0.1)), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 import fsdpc
 from fsdpc.torch import (
@@ -144,23 +146,69 @@ def test_what_a_plain_process_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_would_lose_the_rows_is_refused(tmp_path: Path) -> None:
+def test_whole_states_that_torch_gathers(tmp_path: Path) -> None:
+    """As full_state_dict=True asks for them, with and without a move to host memory."""
+    join_gloo(tmp_path)
+    for kind in MAKERS:
+        ours, optimizer = made(kind, 2)
+        expected = whole_of(ours, optimizer)
+        options = theirs.StateDictOptions(full_state_dict=True)
+        model_state, optim_state = theirs.get_state_dict(ours, optimizer, options=options)
+        assert_same(model_state, expected["model"])
+        assert_same(optim_state["state"], expected["optim"]["state"])
+        options = theirs.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model_state, optim_state = theirs.get_state_dict(ours, optimizer, options=options)
+        if fsdpc.rank() == 0:
+            assert_same(model_state, expected["model"])
+            assert_same(optim_state["state"], expected["optim"]["state"])
+        else:
+            assert not model_state and not optim_state
+        fresh = shard(build(seed=8))
+        states = MAKERS[kind](fresh.parameters(), lr=1e-3)
+        options = theirs.StateDictOptions(full_state_dict=True)
+        theirs.set_state_dict(
+            fresh, states, options=options,
+            **{f"{what}_state_dict": v for what, v in copy.deepcopy(expected).items()},
+        )  # fmt: skip
+        assert_same(whole_of(fresh, states), expected)
+        assert states.param_groups[0]["lr"] == 1e-2
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_themselves_are_staged(tmp_path: Path) -> None:
+    """An asynchronous save copies rows at once, and what is written later does not count."""
+    join_gloo(tmp_path)
+    ours, _ = made("torch", 1)
+    expected = get_model_state_dict(ours)
+    path = str(tmp_path / "step")
+    saved = dcp.async_save(dict(ours.named_parameters()), checkpoint_id=path)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.zero_()
+    saved.result()
+    fresh, _ = made("torch", 0)
+    dcp.load(dict(fresh.named_parameters()), checkpoint_id=path)
+    assert_same(get_model_state_dict(fresh), expected)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_rows_go_to_other_processes_and_files(tmp_path: Path) -> None:
+    """They still are rows there, as in the process of an asynchronous save."""
     join_gloo(tmp_path)
     ours, optimizer = made("torch", 1)
-    options = theirs.StateDictOptions(full_state_dict=True)
-    with pytest.raises(NotImplementedError, match="takes states of AdamW for whole ones"):
-        theirs.get_optimizer_state_dict(ours, optimizer, options=options)
-    path = str(tmp_path / "step")
-    with pytest.raises(NotImplementedError, match="the parameter itself: give it get_model"):
-        dcp.async_save(dict(ours.named_parameters()), checkpoint_id=path)
-    copies = torch.distributed._state_dict_utils._create_cpu_state_dict
-    with pytest.raises(NotImplementedError, match=r"makes plain tensors of rows of \(20, 7\)"):
-        copies(get_model_state_dict(ours, sharded=True))
-    # What goes to another process, as that of an asynchronous save, still is rows there.
-    for state in (ours.first.weight.detach(), optimizer.state_dict()["state"][0]["exp_avg"]):
-        sent = ForkingPickler.loads(bytes(ForkingPickler.dumps(state)))
-        assert sent._fsdpc_part() == ours.first.weight._fsdpc_part()
-        file = io.BytesIO()
-        torch.save(state, file)
-        assert type(torch.load(io.BytesIO(file.getvalue()))) is torch.Tensor
+    for name in ("first.weight", "first.bias", "blocks.1.norm.weight", "blocks.0.linear.bias"):
+        p = ours.get_parameter(name)
+        for state in (p.detach(), optimizer.state[p]["exp_avg"]):
+            file = io.BytesIO()
+            torch.save(state, file)
+            for sent in (
+                ForkingPickler.loads(bytes(ForkingPickler.dumps(state))),
+                torch.load(io.BytesIO(file.getvalue()), weights_only=True),
+            ):
+                assert isinstance(sent, DTensor) and sent.shape == p.shape
+                assert sent.placements == p.placements and sent.device_mesh == p.device_mesh
+                assert torch.equal(sent.to_local(), state.to_local())
+                assert torch.equal(sent.full_tensor(), state.full_tensor())
     dist.destroy_process_group()

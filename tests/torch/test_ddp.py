@@ -97,7 +97,7 @@ def test_a_script_of_ddp() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["DDP", "replicate"])
 def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
-    """Told to ignore the pieces, torch's DDP reduces the other parameters alone."""
+    """Told to ignore sharded parameters, torch's DDP reduces the other parameters alone."""
     from torch.distributed._composable import replicate
 
     join_gloo(tmp_path)
@@ -106,12 +106,12 @@ def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
     model = twin(plain)
     for block in model.blocks[:2]:
         fully_shard(block, ignored_params=block.norm.parameters())
-    pieces = [name for name, p in model.named_parameters() if hasattr(p, "fsdpc")]
-    assert pieces == [f"blocks.{k}.linear.{key}" for k in (0, 1) for key in ("weight", "bias")]
-    wrap._set_params_and_buffers_to_ignore_for_model(model, pieces[1:])
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel around Net.* ignore pieces"):
+    sharded = [name for name, p in model.named_parameters() if hasattr(p, "fsdpc")]
+    assert sharded == [f"blocks.{k}.linear.{key}" for k in (0, 1) for key in ("weight", "bias")]
+    wrap._set_params_and_buffers_to_ignore_for_model(model, sharded[1:])
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel around Net.* ignore them"):
         wrap(model)
-    wrap._set_params_and_buffers_to_ignore_for_model(model, pieces)
+    wrap._set_params_and_buffers_to_ignore_for_model(model, sharded)
     with pytest.raises(RuntimeError, match=r"\.DataParallel around Net"):
         nn.DataParallel(model)
     linears = [block.linear for block in model.blocks[:2]]
@@ -127,7 +127,7 @@ def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
             optimizer.zero_grad()
     for name, p in plain.named_parameters():
         ours = model.get_parameter(name)
-        value = ours.full_tensor() if name in pieces else ours.detach()
+        value = ours.full_tensor() if name in sharded else ours.detach()
         torch.testing.assert_close(value, p.detach(), msg=lambda m, n=name: f"{n}: {m}")
     dist.destroy_process_group()
 
@@ -337,8 +337,11 @@ def test_how_scripts_look_at_parameters() -> None:
     assert not any(hasattr(p, "_local_tensor") for p in model.parameters())
     fully_shard(model)
     for name, p in model.named_parameters():
-        assert hasattr(p, "_local_tensor") and p._local_tensor.data_ptr() == p.data_ptr()
-        assert p._local_tensor.shape == p.shape and p.fsdpc.shape == full[name]
+        assert hasattr(p, "_local_tensor")
+        assert p._local_tensor.data_ptr() == p.to_local().data_ptr()
+        assert p.shape == p.fsdpc.shape == full[name]
+        begin, end = p.fsdpc.rows
+        assert p._local_tensor.shape == (end - begin, *full[name][1:])
     torch.manual_seed(fsdpc.rank())
     with pytest.raises(fsdpc.MismatchError, match="with the same seed.* sync_module_states=True"):
         fully_shard(nn.Linear(2, 2))

@@ -13,7 +13,7 @@ from fsdpc.launching.forked import Report, run_forked
 from fsdpc.torch import MixedPrecisionPolicy, full_grad, optim
 from fsdpc.torch._unit import sharded_modules
 
-from .common import batch, build, loss_of, shard
+from .common import batch, build, full_parameters, loss_of, shard
 
 MICRO = 8
 
@@ -38,7 +38,7 @@ def trained(postponed: bool, total: int = MICRO, dtype: torch.dtype | None = Non
             (loss * ranks / total if total == MICRO else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
-    values = torch.cat([v.reshape(-1) for v in ours.state_dict().values()])
+    values = torch.cat([v.reshape(-1) for v in full_parameters(ours).values()])
     fsdpc.shutdown()
     return _core.crc32c(0, values.numpy())
 

@@ -20,7 +20,7 @@ from fsdpc.torch import (
 )
 from fsdpc.torch.state_dict import local_state_dict
 
-from .common import batch, build, loss_of, shard, twin
+from .common import assert_same_parameters, batch, build, full, loss_of, shard, twin
 
 
 class Stack(nn.Sequential):
@@ -104,15 +104,21 @@ def test_the_tutorials_state_dict_loop(tmp_path: Any) -> None:
         local_state_dict(ours),
     ):
         for name, p in found.items():
-            full = p.full_tensor()
-            assert type(full) is torch.Tensor and torch.equal(full.cpu(), wanted[name])
+            value = full(p)
+            assert type(value) is torch.Tensor and torch.equal(value.cpu(), wanted[name])
     found = ours.state_dict()
-    assert copy.deepcopy(found)["last.weight"].full_tensor() is not None
+    assert all(type(p.full_tensor()) is torch.Tensor for p in found.values())
+    assert torch.equal(copy.deepcopy(found)["last.weight"].full_tensor(), wanted["last.weight"])
     path = tmp_path / f"{fsdpc.rank()}.pt"
     torch.save(found, path)
     loaded = torch.load(path, weights_only=True)
-    assert all(type(t) is torch.Tensor and torch.equal(t, wanted[n]) for n, t in loaded.items())
-    plain.load_state_dict(found)
+    assert all(torch.equal(t.full_tensor(), wanted[n]) for n, t in loaded.items())
+    fresh = shard(build(seed=8))
+    fresh.load_state_dict(loaded)
+    assert_same_parameters(fresh, plain, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"mixed .*of 'Net.first.weight' \(20, 7\)"):
+        plain.load_state_dict(found)
+    plain.load_state_dict({name: full(p) for name, p in found.items()})
 
 
 @pytest.mark.ranks([1, 3])
@@ -123,14 +129,104 @@ def test_copies_of_parameters_gather_their_own_rows(whole: bool) -> None:
     ours = shard(model, whole_params=list(model.parameters()) if whole else None)
     named = dict(ours.named_parameters())
     for name, p in plain.named_parameters():
-        piece = named[name]
-        detached = piece.detach()
-        copies = [piece.clone(), detached.clone(), copy.deepcopy(piece), detached.double()]
+        own = named[name]
+        detached = own.detach()
+        copies = [own.clone(), detached.clone(), copy.deepcopy(own), detached.double()]
         for each in copies:
             with torch.no_grad():
                 each.mul_(2)
-            full = each.full_tensor()
-            assert torch.equal(full, (2 * p.detach()).to(each.dtype)) and not full.requires_grad
-            assert torch.equal(copy.deepcopy(each).full_tensor(), full)
-        assert torch.equal(piece.full_tensor(), p)
+            value = each.full_tensor()
+            assert torch.equal(value, (2 * p.detach()).to(each.dtype))
+            assert value.requires_grad == each.requires_grad
+            if each.is_leaf:
+                assert torch.equal(copy.deepcopy(each).full_tensor(), value)
+        assert torch.equal(own.full_tensor(), p)
         assert copies[2].requires_grad and copies[0].requires_grad
+
+
+COMPUTED: dict[str, Any] = {
+    "sum": lambda p: p.sum(),
+    "root of a sum": lambda p: (p**2).sum().sqrt(),
+    "sum and number": lambda p: 1 / (p.sum() + 1),
+    "product of sums": lambda p: p.sum() * (p**2).sum(),
+    "sum and norm": lambda p: torch.maximum(p.abs().sum(), p.norm()),
+    "sums of columns": lambda p: p.abs().sum(0).sqrt() + 1,
+    "like a sum": lambda p: torch.ones_like(p.sum(0)),
+    "mean off": lambda p: (p - p.mean(0)) / p.std(),
+    "transposed": lambda p: p.t() * 2,
+    "copy of transposed": lambda p: p.t().clone(),
+    "transposed twice": lambda p: p.t().double().t(),
+    "columns": lambda p: p[:, :3] * 2,
+    "rows": lambda p: p[1:3] * 2,
+    "joined": lambda p: torch.cat([p, p], 1) * 2,
+    "product": lambda p: (p @ p.t()).exp(),
+    "number of a sum": lambda p: p.sum().item(),
+    "truth of a sum": lambda p: bool((p > 0.99 * p.max()).any()),
+}
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_computed_from_parameters_is_of_all_rows(recorded: bool, whole: bool) -> None:
+    """Also partial sums; of what one rank has whole it is refused on every rank, or right."""
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 5)
+    ours: Any = twin(plain)
+    fully_shard(ours, whole_params=[ours.weight] if whole else None)
+    with torch.set_grad_enabled(recorded):
+        for name, compute in COMPUTED.items():
+            expected = compute(plain.weight)
+            try:
+                found = compute(ours.weight)
+                found = full(found) if isinstance(found, torch.Tensor) else found
+            except NotImplementedError as error:
+                assert whole and fsdpc.world_size() > 1 and "'Linear.weight'" in str(error), name
+                continue
+            torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}: {m}")
+    other = ours.weight.detach().clone()
+    if fsdpc.rank() == fsdpc.world_size() - 1 and other.to_local().numel():
+        other.to_local()[-1] += 1
+    if not whole:
+        assert not torch.equal(ours.weight, other) and torch.equal(other, other)
+
+
+WRITTEN: dict[str, Any] = {
+    "row": lambda p: p[4].zero_(),
+    "set row": lambda p: p.__setitem__(4, 1.0),
+    "set column": lambda p: p.__setitem__((slice(None), 1), 1.0),
+    "element": lambda p: p.__setitem__((3, 1), 1.0),
+    "rows": lambda p: p[1:4].mul_(2),
+    "part": lambda p: p.split(2)[1].zero_(),
+    "diagonal": lambda p: p.diagonal().fill_(1),
+    "transposed": lambda p: p.t().mul_(2),
+    "eye": lambda p: nn.init.eye_(p),
+    "orthogonal": lambda p: nn.init.orthogonal_(p),
+    "truncated": lambda p: nn.init.trunc_normal_(p),
+    "normal": lambda p: nn.init.normal_(p),
+    "bernoulli": lambda p: p.bernoulli_(0.5),
+}
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", list(WRITTEN))
+def test_writes_through_views_are_not_lost(name: str, whole: bool) -> None:
+    """They reach the rows or are refused, and draws leave every generator where one rank does."""
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 5)
+    ours: Any = twin(plain)
+    fully_shard(ours, whole_params=[ours.weight] if whole else None)
+    states = []
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        try:
+            with torch.no_grad():
+                WRITTEN[name](model.weight)
+        except (NotImplementedError, RuntimeError) as error:
+            assert model is ours and "weight" in str(error)
+            return
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(full(ours.weight), plain.weight)
+    assert torch.equal(full(ours.bias), plain.bias)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdpc
@@ -21,6 +22,7 @@ from .common import (
     average_grads,
     batch,
     build,
+    full,
     loss_of,
     shard,
     twin,
@@ -57,14 +59,26 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
     "no_grad": without_grad,
     "function": Product.apply,
     "aten": torch.ops.aten.linear,
-    "numpy": lambda h, w: h.detach().numpy() @ w.detach().numpy().T,
-    "pointer": lambda h, w: w.data_ptr(),
     "vmap": lambda h, w: torch.vmap(lambda row: h @ row)(w),
     "func": lambda h, w: torch.func.grad(lambda x: (x @ w.T).sum())(h),
     "checkpoint": lambda h, w: checkpoint(F.linear, h, w, use_reentrant=False),
     "reentrant": lambda h, w: checkpoint(F.linear, h, w, use_reentrant=True),
-    "rows": lambda h, w: w[:3],
+    "some rows": lambda h, w: F.linear(h, w[:3]),
+    "a product of its own": lambda h, w: h @ (w.T @ w),
+    "in place": lambda h, w: h.detach().mul_(w[0]),
+}
+#: What nobody can compute with.
+OUTSIDE: dict[str, Callable[[Any, Any], Any]] = {
+    "numpy": lambda h, w: h.detach().numpy() @ w.detach().numpy().T,
+}
+#: Without plain tensors: a DTensor's answers.
+ANSWERS: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda h, w: w[:3].square().sum(),
     "norm": lambda h, w: w.norm(),
+    "norm of data": lambda h, w: w.data.norm(),
+    "sum": lambda h, w: w.sum(),
+    "mean": lambda h, w: (w**2).mean().sqrt(),
+    "product": lambda h, w: (w.T @ w).tanh().sum(),
 }
 
 
@@ -90,13 +104,64 @@ def test_a_forward_does_not_read_rows_of_another_unit(read: str) -> None:
     for _ in range(2):
         with pytest.raises(
             RuntimeError,
-            match=r"in the forward of FSDPTied: unit 'e' does not run there, and this rank has "
-            r"rows .* of .*e.weight' \(12, 4\) only. Do not shard 'e' by itself",
+            match=r"in the forward of FSDPTied got mixed torch.Tensor and DTensor: unit 'e' does "
+            r"not run there, and this rank has rows .* of .*e.weight' \(12, 4\) only. Do not shard "
+            r"'e' by itself.*register_fsdp_forward_method",
         ):
             model(torch.arange(6))
     model.read = lambda h, w: h.to(w.dtype) @ torch.ones(w.shape[1], 1, device=w.device)
     model(torch.arange(6)).sum().backward()  # types and the like may be asked for
     assert model.e.weight.grad.norm() > 0
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("read", sorted(OUTSIDE))
+def test_nor_what_torch_does_not_compute(read: str) -> None:
+    torch.manual_seed(0)
+    model = Tied(OUTSIDE[read])
+    fully_shard(model.e)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"rows .* of .*e.weight' \(12, 4\)|numpy\(\) is not"):
+        model(torch.arange(6))
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("read", sorted(ANSWERS))
+def test_a_forward_reads_dtensors_of_another_unit(read: str, again: bool) -> None:
+    """A penalty inside of forward: value and gradients are the plain model's."""
+
+    def penalised(h: Any, w: Any) -> Any:
+        term = ANSWERS[read](h, w)
+        return h.square().sum() + (term.full_tensor() if isinstance(term, DTensor) else term)
+
+    torch.manual_seed(0)
+    ours: Any = Tied(penalised)
+    plain = copy.deepcopy(ours)
+    fully_shard(ours.e)
+    fully_shard(ours)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, plain)]
+    if again and read not in ("norm of data", "sum"):  # it would read an unsharded parameter
+        loss = checkpoint(ours, torch.arange(6), use_reentrant=False)
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor|recomputed"):
+            loss.backward()
+        ours.reset_iter_state()
+        return
+    for _ in range(2):
+        losses = []
+        for model in (ours, plain):
+            i = torch.arange(6) + fsdpc.rank()
+            loss = model(i)
+            loss.backward()
+            losses.append(loss.detach())
+            if model is plain:
+                average_grads(plain)
+        torch.testing.assert_close(*losses)
+        assert_same_grads(ours, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(ours, plain)
 
 
 @pytest.mark.ranks(2)
@@ -105,7 +170,7 @@ def test_nor_of_another_model() -> None:
     teacher = fully_shard(nn.Linear(4, 4, bias=False))
     model = Tied(lambda h, w: F.linear(h, teacher.weight))
     fully_shard(model)
-    with pytest.raises(RuntimeError, match="in the forward of FSDPTied: unit 'Linear'"):
+    with pytest.raises(RuntimeError, match="forward of FSDPTied got mixed .*: unit 'Linear'"):
         model(torch.arange(6))
 
 
@@ -173,6 +238,10 @@ def assign(k: Any, q: Any) -> None:
 FOLLOW: dict[str, Callable[[Any, Any], None]] = {
     "in place": lambda k, q: k.mul_(0.9),
     "data": lambda k, q: k.data.lerp_(q.data, 0.1),
+    "detached": lambda k, q: k.detach().copy_(q),
+    "a view": lambda k, q: k[..., :2].zero_(),
+    "foreach": lambda k, q: torch._foreach_mul_([k.data], 0.9),
+    "drawn": lambda k, q: k.normal_(),
     "assigned": assign,
 }
 
@@ -183,10 +252,12 @@ def test_a_forward_does_not_write_rows(how: str) -> None:
     """They are gathered when the outermost forward begins, so it would not see them."""
     torch.manual_seed(0)
     ours = Contrast(FOLLOW[how])
+    before = ours.key.weight.detach().clone()
     for part in (ours.query, ours.key, ours):
         fully_shard(part)
-    with pytest.raises(RuntimeError, match="in the forward of FSDPContrast: unit 'key' does not"):
+    with pytest.raises(RuntimeError, match="rows .* of 'key.weight' .* in the forward of FSDPCont"):
         ours(batch(0, fsdpc.rank()))
+    assert torch.equal(full(ours.key.weight), before)
 
 
 class Mixed(nn.Module):
@@ -224,9 +295,8 @@ def test_a_method_that_mixes_units_is_named(method: str) -> None:
     fully_shard(ours.inner)
     fully_shard(ours)
     x = batch(0, fsdpc.rank())
-    if fsdpc.world_size() > 1:
-        with pytest.raises(NotImplementedError, match="of a parameter.*register_fsdp_forward_meth"):
-            getattr(ours, method)(x)
+    with pytest.raises(RuntimeError, match="rows .* of 'Mixed.*register_fsdp_forward_method"):
+        getattr(ours, method)(x)
     ours.reset_iter_state()
     register_fsdp_forward_method(ours, method)
     for model in (ours, plain):
@@ -255,9 +325,15 @@ def test_a_hook_of_forward_logs_full_tensors() -> None:
     average_grads(plain)
     assert_same_grads(ours, plain)
     torch.testing.assert_close(*norms)
-    ours.register_forward_hook(lambda m, i, o: m.blocks[0].linear.weight.detach().norm() and None)
-    with pytest.raises(RuntimeError, match="hook that logs values calls full_tensor.. first"):
-        ours(batch(0, fsdpc.rank()))
+    for m, found in zip((ours, plain), norms, strict=True):
+
+        def log_one(module: Any, inputs: Any, output: Any, found: Any = found) -> None:
+            weight = module.blocks[0].linear.weight.detach()
+            found[:] = [full(weight.norm()), full(weight[3]), full(weight.std())]
+
+        m.register_forward_hook(log_one)
+        m(batch(0, fsdpc.rank()))
+    torch.testing.assert_close(*norms)
 
 
 @pytest.mark.ranks([1, 2])

@@ -118,7 +118,8 @@ def test_contexts_and_state_dicts() -> None:
     assert states["state"]["last.weight"]["exp_avg"].shape == (5, 20)
     with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
         own = {k: v.clone() for k, v in ours.state_dict().items()}
-        assert own["first.weight"].shape == (10, 7)
+        assert own["first.weight"].shape == (20, 7)
+        assert own["first.weight"].to_local().shape == (10, 7)
         ours.load_state_dict(own)
     plain.load_state_dict(full)
     fresh = FSDP(build(seed=5), auto_wrap_policy=POLICIES["modules"])
@@ -209,7 +210,7 @@ def test_scaled_losses() -> None:
         optimizer.zero_grad()
         scaler.scale(loss_of(ours, x)).backward()
         if overflow and fsdpc.rank() == 1:
-            ours.last.weight.grad[0, 0] = float("inf")  # in rows that rank 0 does not have
+            ours.last.weight.grad.to_local()[0, 0] = float("inf")  # in rows that rank 0 has not
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0**9
@@ -373,11 +374,11 @@ def test_groups_of_torch(tmp_path: Any) -> None:
         sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2,  # type: ignore[attr-defined]
         auto_wrap_policy=ModuleWrapPolicy({Block}),
     )
-    assert ours.first.weight.shape == (10, 7)
+    assert ours.first.weight.to_local().shape == (10, 7)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-1) for m in (ours, plain)]
     train_twins(ours, plain, optimizers, 2)
     alone = FSDP(build(), process_group=dist.group.WORLD, sharding_strategy="HYBRID_SHARD")
-    assert alone.first.weight.shape == (5, 7)
+    assert alone.first.weight.to_local().shape == (5, 7)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import _foreach_supported_types
 
 import fsdpc
@@ -22,6 +23,7 @@ from .common import (
     batch,
     both,
     build,
+    full,
     full_parameters,
     loss_of,
     shard,
@@ -51,8 +53,8 @@ def test_an_inner_module_first() -> None:
     plain = twin(model)
     ours = shard(model)
     ours.blocks[0].unshard()
-    for full, theirs in zip(ours.blocks[0].parameters(), plain.blocks[0].parameters()):
-        assert torch.equal(full, theirs)
+    for whole, theirs in zip(ours.blocks[0].parameters(), plain.blocks[0].parameters()):
+        assert torch.equal(whole, theirs)
     ours.blocks[0].reshard()
     optimizers = (
         torch.optim.Adam(ours.parameters(), lr=1e-2),
@@ -119,18 +121,19 @@ def test_norms_are_global() -> None:
     for order in (1.0, 2.0, float("inf")):
         expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
         found = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()], order)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(full(found), expected, rtol=1e-5, atol=0)
+        assert torch.equal(found.to_local(), full(found))  # exact on every rank
         squares = [p.grad.data.norm(2).item() ** 2 for p in ours.parameters()]
         true = [p.grad.data.norm(2).item() ** 2 for p in plain.parameters()]
         assert squares == pytest.approx(true, rel=1e-4)
     mine = fsdpc.torch.clip_grad_norm_(ours, 1e-3)
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
-    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(full(mine), expected, rtol=1e-5, atol=0)
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-9)
         begin, end = p.fsdpc.rows
-        rows = q.grad[begin:end] if p.dim() > 1 else None
-        if rows is not None and len(rows):
-            torch.testing.assert_close(p.grad + 0, rows, rtol=1e-4, atol=1e-9)
+        rows = (p.grad + 0).to_local()
+        torch.testing.assert_close(rows, q.grad[begin:end], rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.ranks(2)
@@ -149,7 +152,7 @@ def test_strategies_agree_to_the_bit() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_pieces_are_rows() -> None:
+def test_ranks_have_rows() -> None:
     model = build()
     plain = twin(model)
     names = [n for n, _ in model.named_parameters()]
@@ -160,10 +163,11 @@ def test_pieces_are_rows() -> None:
         q = plain.get_parameter(name)
         assert isinstance(p, torch.nn.Parameter) and p.dim() == q.dim()
         assert type(p) in _foreach_supported_types
-        assert p.fsdpc.shape == q.shape
-        if p.dim() == 2:
-            begin, end = p.fsdpc.rows
-            assert torch.equal(p.detach(), q[begin:end])
+        assert isinstance(p, DTensor) and p.placements == (Shard(0),)
+        assert p.fsdpc.shape == p.shape == q.shape
+        begin, end = p.fsdpc.rows
+        assert torch.equal(p.to_local(), q[begin:end])
+        assert torch.equal(p.to_local(), q.chunk(2)[fsdpc.rank()])
         assert torch.equal(p.full_tensor(), q)
     assert_same_parameters(ours, plain, rtol=0, atol=0)
 

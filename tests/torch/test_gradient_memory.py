@@ -8,25 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import fsdpc
 from fsdpc.torch import MixedPrecisionPolicy, _device, clip_grad_norm_, fully_shard, optim
 from fsdpc.torch._unit import states_of
-from tests.torch.common import batch, build, loss_of, shard
+from tests.torch.common import batch, build, full, loss_of, shard
 
 KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda g: g,
     "detach": lambda g: g.detach(),
     "data": lambda g: g.data,
-    "view": lambda g: g.view(-1),
+    "alias": lambda g: g.view_as(g),
+    "view": lambda g: g.to_local().view(-1),
     "rows": lambda g: g.to_local()[:1],
     "array": lambda g: g.detach().to_local().numpy(),
 }
 
 
 def as_list(kept: Any) -> list[float]:
-    """What is kept holds now."""
-    return (kept if not isinstance(kept, torch.Tensor) else kept.detach().numpy()).tolist()
+    """What is kept holds now, of this rank's rows."""
+    return (kept.detach().to_local() if isinstance(kept, DTensor) else kept).tolist()
 
 
 @pytest.mark.ranks([1, 2])
@@ -47,7 +49,7 @@ def test_a_gradient_that_is_kept_stays(how: str, between: str) -> None:
     assert [as_list(k) for k in kept] == before
     loss_of(again, batch(1, fsdpc.rank())).backward()
     for p, q in zip(ours.parameters(), again.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        assert torch.equal(full(p.grad), full(q.grad))
 
 
 def fails(model: Any, x: torch.Tensor) -> None:
@@ -122,9 +124,9 @@ def test_memory_lasts_as_long_as_what_is_kept() -> None:
 
     gc.collect()  # models of tests before this one
     one = step(0)
-    places = [p.grad.data_ptr() for p in ours.parameters()]
-    assert step(1) == one
-    assert places == [p.grad.data_ptr() for p in ours.parameters()]  # nobody kept any
+    places = [p.grad.to_local().data_ptr() for p in ours.parameters()]
+    assert all(places) and step(1) == one
+    assert places == [p.grad.to_local().data_ptr() for p in ours.parameters()]  # nobody kept any
     kept = ours.last.weight.grad
     assert one < step(2) < 2 * one  # that of one unit
     del kept
@@ -165,7 +167,7 @@ def test_torch_has_the_memory_while_there_are_no_gradients(
         model.first.bias.grad = torch.ones_like(model.first.bias)  # by hand, before any backward
         norms.append(float(clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-        return norms, [v.tolist() for v in model.state_dict().values()]
+        return norms, [full(v).tolist() for v in model.state_dict().values()]
 
     usual = train()
     all_bytes = held[-1]
@@ -216,7 +218,7 @@ def test_a_rank_alone_takes_parameters_from_torch(
         with pytest.raises(RuntimeError, match="changed between forward and backward"):
             loss.backward()
         step(loss_of(model, x))
-        return [*seen, *(v.tolist() for v in model.state_dict().values())]
+        return [*seen, *(full(v).tolist() for v in model.state_dict().values())]
 
     usual = train()
     monkeypatch.setattr(_device, "takes_back", lambda: True)
@@ -318,7 +320,7 @@ def test_a_rank_alone_computes_with_its_masters_where_no_cast_is_asked(
         model.last.weight.data.mul_(2.0)  # no version says so
         with model.hold(), torch.no_grad():
             seen.append(model(batch(9, 0)).sum().item())
-        return model, [*seen, *(v.tolist() for v in model.state_dict().values())]
+        return model, [*seen, *(full(v).tolist() for v in model.state_dict().values())]
 
     _, usual = train()
     monkeypatch.setattr(_device, "takes_back", lambda: True)
@@ -327,7 +329,7 @@ def test_a_rank_alone_computes_with_its_masters_where_no_cast_is_asked(
     for module, is_cast in ((model, False), (model.blocks[0], True), (model.blocks[1], False)):
         state = module._fsdpc_state
         assert state.torch_unit.lends_unsharded == is_cast
-        same = [f.data_ptr() == p.data_ptr() for f, p in zip(state.unsharded, state.pieces)]
+        same = [f.data_ptr() == p.data_ptr() for f, p in zip(state.unsharded, state.rows)]
         assert same == [not is_cast] * len(same)
     before = model.last.weight.clone()
     with pytest.raises(RuntimeError, match="changed between forward and backward"):
@@ -411,7 +413,7 @@ def test_early_gradients_wait_for_memory(monkeypatch: pytest.MonkeyPatch, case: 
                 fails.clear()
                 loss = model(ids).square().mean()
             loss.backward()
-            seen += [loss.item(), [p.grad.tolist() for p in model.parameters() if p.requires_grad]]
+            seen += [loss.item(), [as_list(p.grad) for p in model.parameters() if p.requires_grad]]
             optimizer.step()
             optimizer.zero_grad()
         return seen

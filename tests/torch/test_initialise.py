@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import fsdpc
 from fsdpc.torch import (
@@ -21,8 +23,10 @@ from .common import (
     assert_same_parameters,
     batch,
     build,
+    full,
     loss_of,
     shard,
+    twin,
 )
 
 
@@ -202,23 +206,76 @@ def draw(model: nn.Module, matrices: bool = False) -> None:
 @pytest.mark.parametrize(
     "matrices, after", [(False, "nothing"), (True, "nothing"), (True, "float"), (False, "double")]
 )
-def test_pieces_drawn_from_equal_generators_are_named(matrices: bool, after: str) -> None:
-    """Also if a conversion that changes nothing comes between; values in another dtype are new."""
+def test_draws_are_those_of_the_plain_model(matrices: bool, after: str) -> None:
+    """From equal generators, each parameter's whole; also if a conversion comes between."""
+    plain = build(dim=32)
+    ours = shard(twin(plain))
+    for model in (ours, plain):
+        torch.manual_seed(0)
+        draw(model, matrices)
+        if after == "double":
+            model.double()
+            torch.manual_seed(0)
+            draw(model, matrices)
+        elif after == "float":
+            model.float()
+    assert_same_parameters(ours, plain, rtol=0, atol=0)
+    x = batch(0, 0).to(ours.first.bias.dtype)
+    torch.testing.assert_close(ours(x), plain(x), rtol=1.3e-6, atol=1e-5)
+    torch.manual_seed(0)
+    ours.apply(init)
+    assert ours(x).isfinite().all()
+
+
+DRAWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "normal_": lambda t: t.normal_(1.0, 2.0),
+    "uniform_": lambda t: t.data.uniform_(-1, 1),
+    "bernoulli_": lambda t: t.bernoulli_(0.3),
+    "exponential_": lambda t: t.detach().exponential_(),
+    "kaiming": lambda t: nn.init.kaiming_uniform_(t),
+    "truncated": lambda t: nn.init.trunc_normal_(t, std=0.02),
+    "orthogonal": lambda t: nn.init.orthogonal_(t),
+    "like": lambda t: t.copy_(torch.randn_like(t) + torch.rand_like(t)),
+    "dropout": lambda t: t.copy_(nn.functional.dropout(t.detach(), 0.5)),
+    "noise": lambda t: t.add_(0.1 * torch.zeros_like(t).normal_()),
+    "new": lambda t: t.copy_(t.new_empty(t.shape).normal_()),
+    "of a view": lambda t: t.T.normal_(),
+    "flat": lambda t: t.view(-1).uniform_(),
+    "probabilities": lambda t: t.copy_(torch.bernoulli(t.detach().abs().clamp(0, 1))),
+}
+
+
+@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.parametrize("how", DRAWS)
+def test_every_draw_is_of_the_whole(how: str) -> None:
+    """Equal numbers in different rows would train, but badly: such a draw raises at least."""
+    plain = build(dim=32)
+    ours = shard(twin(plain))
+    for model in (plain, ours):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in (model.first.weight, model.blocks[0].linear.weight):
+                try:
+                    DRAWS[how](p)
+                except (RuntimeError, NotImplementedError):
+                    assert model is ours
+                    return
+    assert_same_parameters(ours, plain, rtol=0, atol=0)
+
+
+@pytest.mark.ranks([2, 4])
+def test_rows_drawn_from_equal_generators_are_named() -> None:
+    """Where scripts draw into the rows themselves."""
     ours = shard(build(dim=32))
     torch.manual_seed(0)
-    draw(ours, matrices)
-    if after == "double":
-        ours.double()
-        torch.manual_seed(0)
-        draw(ours, matrices)
-    elif after == "float":
-        ours.float()
-    named = r"piece by piece.* rank \d has the same numbers in its rows of '.*weight' as rank \d"
+    for p in ours.parameters():
+        nn.init.normal_(p.to_local(), std=0.02)
+    named = r"initialised .* rank \d has the same numbers in its rows of '.*weight' as rank \d"
     with pytest.raises(RuntimeError, match=named):
         ours(batch(0, 0))
     torch.manual_seed(0)
-    ours.apply(init)
-    assert ours(batch(0, 0).to(ours.first.bias.dtype)).isfinite().all()
+    draw(ours)
+    assert ours(batch(0, 0)).isfinite().all()
 
 
 @pytest.mark.ranks(2)
@@ -233,7 +290,7 @@ def test_what_is_not_drawn_so_is_not_refused(how: str) -> None:
         for p in ours.parameters():
             nn.init.constant_(p, 0.5)
     elif how == "loaded":  # what a rank has of it may be another's
-        state = {k: v[:1].expand_as(v) * torch.ones(v.shape) for k, v in ours.state_dict().items()}
+        state = {k: full(v)[:1] * torch.ones(v.shape) for k, v in ours.state_dict().items()}
         ours.load_state_dict(state)
     else:
         draw(ours)
@@ -288,7 +345,8 @@ def test_meta_models_are_filled_unit_by_unit() -> None:
 
 
 @pytest.mark.ranks([1, 2, 3])
-def test_pieces_are_written_in_place_after_to_empty() -> None:
+@pytest.mark.parametrize("how", ["rows", "distributed", "data"])
+def test_shards_are_written_in_place_after_to_empty(how: str) -> None:
     """Rows that the user wrote are values too; what nobody wrote is named, with all of its unit."""
     plain = build()
     with torch.device("meta"):
@@ -300,11 +358,17 @@ def test_pieces_are_written_in_place_after_to_empty() -> None:
     with torch.no_grad():
         for name, p in list(ours.named_parameters())[:-1]:
             begin, end = p.fsdpc.rows
-            p.copy_(plain.get_parameter(name).view(p.fsdpc.shape)[begin:end].view(p.shape))
+            value = plain.get_parameter(name).detach()
+            if how == "rows":
+                p.to_local().copy_(value[begin:end])
+            elif how == "data":
+                p.data = value
+            else:
+                p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
     with pytest.raises(RuntimeError, match=r"no values yet: .* not: \['Net.last.weight'\]"):
         ours(batch(0, fsdpc.rank()))
     with torch.no_grad():
         begin, end = ours.last.weight.fsdpc.rows
-        ours.last.weight.detach().copy_(plain.last.weight[begin:end])
+        ours.last.weight.detach().to_local().copy_(plain.last.weight[begin:end])
     x = batch(0, fsdpc.rank())
     assert torch.equal(ours(x), plain(x))

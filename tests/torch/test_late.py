@@ -16,6 +16,7 @@ from .common import (
     average_grads,
     batch,
     build,
+    full,
     full_parameters,
     loss_of,
     shard,
@@ -132,8 +133,9 @@ def test_adapters_are_unloaded(merged: bool) -> None:
     train(ours, plain)
     values = ours.state_dict()
     assert values.keys() == plain.state_dict().keys()
+    doubled = {name: 2 * full(value) for name, value in values.items()}
     ours.load_state_dict({name: 2 * value for name, value in values.items()})
-    plain.load_state_dict({name: 2 * value for name, value in values.items()})
+    plain.load_state_dict(doubled)
     train(ours, plain)
 
 
@@ -198,7 +200,7 @@ def test_parameters_that_are_replaced(used: bool) -> None:
     ours = shard(model)
     if used:
         train(ours, plain)
-    piece, values = ours.last.weight, plain.state_dict()
+    weight, values = ours.last.weight, plain.state_dict()
     for value in (nn.Parameter(torch.ones(5, 20)), nn.Parameter(torch.ones(9, 20)), None):
         ours.last.weight = value
         for _ in range(2):
@@ -212,7 +214,7 @@ def test_parameters_that_are_replaced(used: bool) -> None:
             with pytest.raises(RuntimeError, match="'last.weight' of unit 'Net' was replaced by"):
                 call()
         assert ours.last.weight is value
-    ours.last.weight = piece
+    ours.last.weight = weight
     train(ours, plain)
 
 

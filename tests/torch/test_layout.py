@@ -21,19 +21,19 @@ def made(device: str = "cpu") -> nn.Sequential:
 
 @pytest.mark.ranks([1, 3])
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_layout_is_what_pieces_are(whole: bool) -> None:
+def test_the_layout_is_what_ranks_have(whole: bool) -> None:
     model: Any = made()
     unsharded = {name: p.detach().clone() for name, p in model.named_parameters()}
     for child in model:
         fully_shard(child, whole_params=[child.weight] if whole else None)
     fully_shard(model)
     layout = fsdpc.sharding_layout(model)
-    owned = {f"{unit}.{p.name}": piece for unit, p, piece in layout.owned(fsdpc.rank())}
-    for name, piece in model.named_parameters():
+    owned = {f"{unit}.{p.name}": rows for unit, p, rows in layout.owned(fsdpc.rank())}
+    for name, p in model.named_parameters():
         own = owned.get(name)
         first, numel = (own.first, own.numel) if own else (0, 0)
         rows = unsharded[name].reshape(-1)[first : first + numel]
-        assert torch.equal(piece.detach().as_subclass(torch.Tensor).reshape(-1), rows)
+        assert torch.equal(p.detach().to_local().reshape(-1), rows)
     assert model._repr_html_() == layout._repr_html_()
     if not whole:
         planned = fsdpc.sharding_layout(made("meta"), fsdpc.world_size(), plan={"*": {}})

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fsdpc
 from fsdpc.torch import (
@@ -126,31 +127,8 @@ def test_fully_shard_inside_backward() -> None:
         x.sum().backward()
 
 
-@pytest.mark.ranks(2)
-def test_optimizers_that_read_whole_parameters() -> None:
-    ours = shard(build())
-    matrices = [p for p in ours.parameters() if p.fsdpc.shape[1:]]
-
-    class Adafactor(torch.optim.SGD):
-        """As transformers' is called."""
-
-    class Later(torch.optim.Muon):
-        """A subclass."""
-
-    loss_of(ours, batch(0, fsdpc.rank())).backward()
-    before = {n: p.full_tensor() for n, p in ours.named_parameters()}
-    for make, name in (
-        (torch.optim.Muon, "Muon"),
-        (Later, "Muon"),
-        (torch.optim.Adafactor, "Adafactor"),
-        (lambda ps: Adafactor(ps, lr=0.1), "Adafactor"),
-    ):
-        with pytest.raises(NotImplementedError, match=f"{name} reads whole.*'Net.first.weight'"):
-            make(matrices).step()
-    with pytest.raises(NotImplementedError, match="LBFGS reads whole"):
-        torch.optim.LBFGS(ours.parameters()).step(lambda: torch.zeros(()))
-    for name, p in ours.named_parameters():
-        assert torch.equal(p.full_tensor(), before[name])
+def local(p: torch.Tensor) -> torch.Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
 
 
 @pytest.mark.ranks([1, 2, 4])
@@ -167,14 +145,15 @@ def test_whole_parameters(kind: str, zero: str) -> None:
     for name, p in ours.named_parameters():
         assert p.fsdpc.is_cut == (name not in matrices and fsdpc.world_size() > 1)
         if name in matrices:
-            assert p.numel() in (0, p.fsdpc.shape.numel())
-            counts += p.numel() > 0
+            rows = p.to_local().numel()
+            assert rows in (0, p.fsdpc.shape.numel())
+            counts += rows > 0
     assert fsdpc.all_reduce(float(counts)) == len(matrices)
     make = getattr(torch.optim, kind)
     for step in range(4):
         for m in (ours, plain):
             named = dict(m.named_parameters())
-            own = [named[n] for n in sorted(matrices) if named[n].numel()]
+            own = [named[n] for n in sorted(matrices) if local(named[n]).numel()]
             loss_of(m, batch(step, fsdpc.rank())).backward()
             if m is plain:
                 average_grads(plain)
@@ -344,21 +323,33 @@ def test_hooks_that_would_never_run() -> None:
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, optim.AdamW])
 def test_torchs_own_state_dict_functions(make: Any, stepped: bool) -> None:
-    """They would save rank 0's rows for whole states."""
+    """They gather parameters and states, which are DTensors."""
     from torch.distributed.checkpoint import state_dict
 
-    ours = shard(build())
-    optimizer = make(ours.parameters())
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    optimizers = make(ours.parameters()), torch.optim.AdamW(plain.parameters())
     if stepped:
-        loss_of(ours, batch(0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    full = state_dict.StateDictOptions(full_state_dict=True)
-    assert state_dict.get_model_state_dict(ours, options=full)["first.weight"].shape == (20, 7)
-    with pytest.raises(NotImplementedError, match="states of AdamW for whole ones.*fsdpc.torch"):
-        state_dict.get_optimizer_state_dict(ours, optimizer, options=full)
-    plain = nn.Linear(2, 2)
-    named = state_dict.get_optimizer_state_dict(plain, torch.optim.AdamW(plain.parameters()))
+        train_twins(ours, plain, optimizers, 1)
+        for m in (ours, plain):
+            m.zero_grad()
+    whole = state_dict.StateDictOptions(full_state_dict=True)
+    values = state_dict.get_model_state_dict(ours, options=whole)
+    for name, value in plain.state_dict().items():
+        assert type(values[name]) is torch.Tensor
+        torch.testing.assert_close(values[name], value)
+    states = [
+        state_dict.get_optimizer_state_dict(m, optimizer, options=whole)["state"]
+        for m, optimizer in zip((ours, plain), optimizers, strict=True)
+    ]
+    assert states[0].keys() == states[1].keys()
+    for name, state in states[1].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert type(states[0][name][key]) is torch.Tensor
+            torch.testing.assert_close(states[0][name][key], state[key], rtol=1e-4, atol=1e-6)
+    linear = nn.Linear(2, 2)
+    named = state_dict.get_optimizer_state_dict(linear, torch.optim.AdamW(linear.parameters()))
     assert named["state"]["weight"]["exp_avg"].shape == (2, 2)
 
 
@@ -369,15 +360,16 @@ def test_gradients_know_the_whole() -> None:
     for p in ours.parameters():
         grad: Any = p.grad
         full = grad.full_tensor()
-        assert full.shape == p.fsdpc.shape and torch.equal(full, full_grad(p))
-        assert type(grad.to_local()) is torch.Tensor and grad.to_local().shape == p.shape
-        torch.testing.assert_close(full.norm(), grad.norm())
+        assert full.shape == p.fsdpc.shape == grad.shape and torch.equal(full, full_grad(p))
+        assert type(grad.to_local()) is torch.Tensor
+        assert grad.to_local().shape == p.to_local().shape
+        torch.testing.assert_close(full.norm(), grad.norm().full_tensor())
         for kept in (grad.clone(), grad.detach(), 2 * grad / 2):
             assert torch.equal(kept.full_tensor(), full)
 
 
 @pytest.mark.ranks([1, 2])
-def test_wrappers_that_take_pieces_for_parameters(tmp_path: Any) -> None:
+def test_wrappers_that_take_rows_for_parameters(tmp_path: Any) -> None:
     join_gloo(tmp_path)
     for used in (False, True):
         ours = shard(build())
@@ -401,7 +393,7 @@ def test_wrappers_that_take_pieces_for_parameters(tmp_path: Any) -> None:
 @pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("over", ["all", "around", "unit", "layer", "replicate"])
-def test_torchs_fully_shard_over_pieces_is_named(tmp_path: Any, over: str, used: bool) -> None:
+def test_torchs_fully_shard_over_ours_is_named(tmp_path: Any, over: str, used: bool) -> None:
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import fully_shard as theirs
 
@@ -413,7 +405,7 @@ def test_torchs_fully_shard_over_pieces_is_named(tmp_path: Any, over: str, used:
     if used:
         train_twins(ours, plain, optimizers, 1)
     modules = {"around": nn.Sequential(ours, nn.ReLU()), "unit": ours.blocks[0], "layer": ours.last}
-    with pytest.raises(RuntimeError, match=r"fsdp takes rows .* fsdpc shards already: leave its"):
+    with pytest.raises(RuntimeError, match=r"would shard rows .* fsdpc shards already: leave its"):
         (replicate if over == "replicate" else theirs)(modules.get(over, ours))
     train_twins(ours, plain, optimizers, 2)
     dist.destroy_process_group()

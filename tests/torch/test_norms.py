@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdpc
@@ -20,6 +22,7 @@ from .common import (
     batch,
     both,
     build,
+    full,
     loss_of,
     shard,
     twin,
@@ -45,9 +48,10 @@ def test_norms_follow_every_change() -> None:
     def check() -> None:
         expected = norms_of(params)
         for p, norm in zip(params, expected):
-            assert torch.equal(p.grad.norm(), norm)
-            assert torch.equal(p.grad.data.norm(2), norm)
-        assert all(map(torch.equal, torch._foreach_norm([p.grad for p in params], 2.0), expected))
+            assert torch.equal(full(p.grad.norm()), norm)
+            assert torch.equal(full(p.grad.data.norm(2)), norm)
+        norms = torch._foreach_norm([p.grad for p in params], 2.0)
+        assert all(map(torch.equal, map(full, norms), expected))
 
     for step in range(2):
         loss_of(ours, batch(step, fsdpc.rank())).backward()
@@ -62,11 +66,22 @@ def test_norms_follow_every_change() -> None:
     check()
     fsdpc.torch.clip_grad_norm_(params, 1e-3)
     check()
-    copies = [p.grad.clone() for p in params]  # also of pieces without rows
+    for write in (
+        lambda g: g[:, 0].fill_(1.0),
+        lambda g: g.__setitem__(slice(None), 2.0),
+        lambda g: g.view_as(g).mul_(2),
+        lambda g: g.detach().to_local().mul_(2),
+        lambda g: torch._foreach_mul_([g, g.detach()], 2.0),
+    ):
+        write(params[0].grad)
+        check()
+    params[-1].grad = torch.ones_like(params[-1])
+    check()
+    copies = [p.grad.clone() for p in params]  # also of ranks without rows
     expected = norms_of(params)
     for p in params:
         p.grad.zero_()
-    assert all(map(torch.equal, [copy.norm() for copy in copies], expected))
+    assert all(map(torch.equal, [full(copy.norm()) for copy in copies], expected))
 
 
 @pytest.mark.ranks([1, 2, 3])
@@ -138,7 +153,7 @@ def test_arithmetic_on_gradients_gives_gradients(how: str) -> None:
 
 @pytest.mark.ranks([1, 2, 3])
 @pytest.mark.parametrize("foreach", [None, True])
-@pytest.mark.parametrize("how", ["sign", "flat", "zeros", "tolist"])
+@pytest.mark.parametrize("how", ["sign", "flat", "zeros", "distributed", "rows"])
 def test_what_is_assigned_to_grad_is_rows_of_a_gradient(how: str, foreach: bool | None) -> None:
     """Ranks clip by one factor then, that of the whole; also where only some were assigned."""
     model = build()
@@ -153,7 +168,13 @@ def test_what_is_assigned_to_grad_is_rows_of_a_gradient(how: str, foreach: bool 
             return torch.cat([grad.flatten(), grad.flatten()])[: grad.numel()].view(grad.shape)
         if how == "zeros":
             return torch.zeros_like(grad).lerp(grad, 0.5)
-        return torch.tensor(grad.tolist()).view(grad.shape)
+        if not isinstance(grad, DTensor):
+            return grad.clone()
+        mesh, placements = grad.device_mesh, grad.placements
+        if how == "distributed":
+            return distribute_tensor(grad.full_tensor(), mesh, placements)
+        rows, shape, stride = grad.to_local().clone(), grad.shape, grad.stride()
+        return DTensor.from_local(rows, mesh, placements, shape=shape, stride=stride)
 
     for net in (ours, plain):
         for p in list(net.parameters())[:-1]:
@@ -179,16 +200,21 @@ def test_what_is_assigned_to_grad_is_rows_of_a_gradient(how: str, foreach: bool 
 
 @pytest.mark.ranks(2)
 def test_grads_of_another_shape_or_type_are_refused() -> None:
-    p = shard(build()).first.weight
+    ours = shard(build())
+    p = ours.first.weight
     with pytest.raises(RuntimeError, match="same size"):
-        p.grad = torch.zeros(p.fsdpc.shape)
+        p.grad = torch.zeros(p.to_local().shape)
     with pytest.raises(RuntimeError, match="dtype"):
         p.grad = torch.zeros(p.shape, dtype=torch.float64)
     with pytest.raises(TypeError):
         p.grad = 0.5
     p.grad = torch.ones(p.shape)
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor.* 'Net.first.weight'"):
+        fsdpc.torch.optim.SGD(ours.parameters(), lr=0.1).step()
     del p.grad
     assert p.grad is None
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    assert type(p.grad.full_tensor()) is torch.Tensor
 
 
 @pytest.mark.ranks(2)
@@ -219,6 +245,34 @@ def test_collectives_do_not_grow_with_parameters(layers: int) -> None:
     for p in params:
         p.grad.mul_(2)
     assert collectives(lambda: [p.grad.norm() for p in params]) <= 2 + len(params) / 8
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_norms_by_hand() -> None:
+    """Sums over sharded rows are sums over the whole, also as numbers and in further arithmetic."""
+    ours = shard(build())
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    for p in ours.parameters():
+        grad, whole = p.grad, p.grad.full_tensor()
+        close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+        for of in (
+            lambda g: (g * g).sum().sqrt(),
+            lambda g: g.abs().max() + 1,
+            lambda g: g.abs().mean().log(),
+            lambda g: g.sum(0).abs(),
+            lambda g: (g - g.mean()).square().sum(),
+            lambda g: torch._foreach_add([g.sum()], 1.0)[0],
+        ):
+            close(full(of(grad)), of(whole))
+        close(grad.pow(2).sum().item() ** 0.5, whole.norm().item())
+        close(float(grad.abs().max()), float(whole.abs().max()))
+        assert grad.abs().max().item() == whole.abs().max().item()
+        assert int((grad > 0).sum()) == int((whole > 0).sum())
+        assert bool((grad == whole.max()).any()) and not bool((grad < whole.max()).all())
+        other = grad.clone()
+        if fsdpc.rank() == 0:
+            other.to_local().add_(1)
+        assert torch.equal(grad, grad.clone()) and not torch.equal(grad, other)
 
 
 @pytest.mark.ranks(2)

@@ -22,7 +22,7 @@ from fsdpc.torch import (
 )
 from tests.offload import on_disk
 
-from .common import batch, build, full_parameters, join_gloo, loss_of, shard
+from .common import batch, build, full, full_parameters, join_gloo, loss_of, shard
 
 WIDE = {"dim": 96, "blocks": 2}
 ALL = ("params", "gradients", "masters", "optimizer")
@@ -58,10 +58,10 @@ def step(model: Any, optimizer: Any, number: int) -> list[float]:
 
 
 def everything(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Values, and this rank's rows of the states."""
+    """Whole values and states."""
     found: dict[str, Any] = {n: v.numpy().tobytes() for n, v in full_parameters(model).items()}
     for number, state in optimizer.state_dict()["state"].items():
-        found.update({f"{number} {key}": v.numpy().tobytes() for key, v in state.items()})
+        found.update({f"{number} {key}": full(v).numpy().tobytes() for key, v in state.items()})
     return found
 
 
@@ -83,7 +83,7 @@ def train(policy: Any, kind: str, **options: Any) -> tuple[list[float], dict[str
             if number == 3:
                 model.blocks[1].linear.weight.data.mul_(0.5)
     found = everything(model, optimizer)
-    found.update({f"average {i}": mean.numpy().tobytes() for i, mean in enumerate(average)})
+    found.update({f"average {i}": full(mean).numpy().tobytes() for i, mean in enumerate(average)})
     return losses, found
 
 
@@ -109,7 +109,7 @@ def test_parameters_that_stay_whole(disk: Path) -> None:
         model = shard(model, offload_policy=policy, whole_params=whole)
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         losses = [step(model, optimizer, number) for number in range(4)]
-        assert {len(block.linear.weight) for block in model.blocks} <= {0, WIDE["dim"]}
+        assert {len(block.linear.weight.to_local()) for block in model.blocks} <= {0, WIDE["dim"]}
         found.append((losses, everything(model, optimizer)))
     assert found[0] == found[1] == found[2]
 

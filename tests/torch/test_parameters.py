@@ -123,7 +123,7 @@ def test_unused_parameters_have_no_gradient() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_hooks_of_pieces_run_after_reduction() -> None:
+def test_hooks_of_sharded_parameters_run_after_reduction() -> None:
     """An optimizer in backward takes the same steps to the bit."""
     results = []
     for in_backward in (False, True):

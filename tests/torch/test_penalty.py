@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdpc
@@ -22,6 +23,7 @@ from .common import (
     build,
     end_step,
     every_one,
+    full,
     loss_of,
     no_all_reduce,
     no_sync,
@@ -31,8 +33,13 @@ from .common import (
 )
 
 
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """A term of a loss: the value of a DTensor, which autograd tracks; collective."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
 def penalty(m: nn.Module) -> torch.Tensor:
-    return sum((p.pow(2).sum() for p in m.parameters()), torch.zeros(()))
+    return sum((whole(p.pow(2).sum()) for p in m.parameters()), torch.zeros(()))
 
 
 def x_of(number: int) -> torch.Tensor:
@@ -70,7 +77,7 @@ def recomputed(m: Any, number: int) -> torch.Tensor:
 def of_some(m: Any, number: int) -> torch.Tensor:
     """Of one parameter of a unit, and of one that forward does not use."""
     term = m.blocks[0].linear.weight.square().sum() + m.unused.square().sum()
-    return term + loss_of(m, x_of(number))
+    return whole(term) + loss_of(m, x_of(number))
 
 
 LOSSES: list[Callable[[Any, int], torch.Tensor]] = [
@@ -123,15 +130,22 @@ def test_each_order_gives_the_same(reshard: bool) -> None:
 
 
 #: Functions of sums over whole parameters, of which each rank has some rows.
-OF_SUMS: dict[str, Callable[[Any], torch.Tensor]] = {
+OF_SUMS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda m: penalty(m),
     "linear": lambda m: sum(p.sum() for p in m.parameters()),
     "mean": lambda m: sum((p**2).mean() for p in m.parameters()),
     "own mean": lambda m: sum(torch.mean(p) for p in m.parameters()) ** 2,
     "norms": lambda m: sum((p + 1).pow(2).sum().sqrt() for p in m.parameters()),
+    "own norms": lambda m: sum(p.norm() for p in m.parameters() if p.any()),
+    "vector norms": lambda m: sum(torch.linalg.vector_norm(p + 1, 3) for p in m.parameters()),
     "global norm": lambda m: penalty(m).sqrt(),
     "distance": lambda m: sum((p - 0.5).abs().sum() ** 1.5 for p in m.parameters()),
     "cast": lambda m: sum(p.double().square().sum(dtype=torch.float64) for p in m.parameters()),
+    "of one": lambda m: m.first.weight[3].square().sum() + m.first.bias[-1] ** 2,
+    "of columns": lambda m: m.first.weight.norm(dim=0).sum(),
+    "of a product": lambda m: (m.first.weight @ m.first.weight.T).square().sum(),
+    "of a ratio": lambda m: m.first.weight.square().sum() / m.last.weight.abs().mean(),
+    "of maxima": lambda m: sum(p.amax(0).sum() for p in m.parameters() if p.ndim == 2),
 }
 
 
@@ -142,7 +156,7 @@ def test_values_and_gradients_are_of_the_whole() -> None:
     for term in OF_SUMS.values():
         values = []
         for m in (ours, plain):
-            value = term(m)
+            value = whole(term(m))
             values.append(value.detach())
             (value + loss_of(m, x_of(0))).backward()
         torch.testing.assert_close(values[0], values[1])
@@ -155,14 +169,14 @@ def test_unused_parameters_times_nothing() -> None:
     """A line of programs for DDP, which is not needed here."""
     ours, plain = pair()
     for m in (ours, plain):
-        (loss_of(m, x_of(0)) + 0.0 * sum(p.sum() for p in m.parameters())).backward()
+        (loss_of(m, x_of(0)) + 0.0 * whole(sum(p.sum() for p in m.parameters()))).backward()
     average_grads(plain)
     assert_same_grads(ours, plain)
 
 
 @pytest.mark.ranks(2)
-def test_parameters_with_other_rows_are_not_mixed() -> None:
-    """On every rank, also on one that has all rows of one of them."""
+def test_parameters_with_other_rows() -> None:
+    """They can be mixed, except for one of which one rank has all rows."""
     for whole in (False, True):
         torch.manual_seed(0)
         layer = nn.Linear(7, 7)
@@ -171,8 +185,18 @@ def test_parameters_with_other_rows_are_not_mixed() -> None:
         of_rank = ((0, 7), (0, 0)) if whole else ((0, 4), (4, 7))
         assert ours.bias.fsdpc.rows == of_rank[fsdpc.rank()]
         for mix in (lambda w, b: w * b, lambda w, b: b + w, lambda w, b: torch.lerp(w, b, 0.5)):
-            with pytest.raises(NotImplementedError, match="parameter and a parameter of .*bias"):
-                mix(ours.weight, ours.bias)
+            if whole:
+                with pytest.raises(RuntimeError, match="bias"):
+                    mix(ours.weight, ours.bias)
+                continue
+            values = full(ours.weight), full(ours.bias)
+            torch.testing.assert_close(full(mix(ours.weight, ours.bias)), mix(*values))
+            leaves = [v.requires_grad_() for v in values]
+            ours.zero_grad()
+            mix(ours.weight, ours.bias).square().sum().backward()
+            mix(*leaves).square().sum().backward()
+            for p, leaf in zip((ours.weight, ours.bias), leaves, strict=True):
+                torch.testing.assert_close(full(p.grad), leaf.grad)
         (ours.weight * ours.weight).sum().backward()
 
 
@@ -197,7 +221,7 @@ def step_by(loss: Callable[[Any, int], torch.Tensor], kind: Any) -> None:
             norms.append(nn.utils.clip_grad_norm_(m.parameters(), 0.1))
             optimizer.step()
             optimizer.zero_grad()
-        torch.testing.assert_close(norms[0], norms[1])
+        torch.testing.assert_close(full(norms[0]), norms[1])
     assert_same_parameters(ours, plain)
 
 
@@ -262,16 +286,38 @@ def test_a_failed_backward_leaves_what_was_before() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_penalty_of_frozen_and_of_whole_parameters() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_penalty_of_frozen_and_of_whole_parameters(whole: bool) -> None:
     plain = build()
     ours = twin(plain)
     for m in (ours, plain):
         m.first.weight.requires_grad_(False)
     for block in ours.blocks:
-        fully_shard(block, whole_params=[block.linear.weight])
+        fully_shard(block, whole_params=[block.linear.weight] if whole else None)
     fully_shard(ours)
+    if whole:
+        with pytest.raises(NotImplementedError, match="which one rank has whole"):
+            before(ours, 0)
+        return
     for number in range(2):
         for m in (ours, plain):
             before(m, number).backward()
     average_grads(plain)
     assert_same_grads(ours, plain)
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_gradients_of_ranks_losses_are_averaged() -> None:
+    """Each rank's loss weights the penalty differently, as a number of tokens may."""
+    ours, plain = pair()
+    weight = float(fsdpc.rank() + 1)
+    mean = (fsdpc.world_size() + 1) / 2
+    for of in (lambda p: p.full_tensor(), lambda p: (p**2).sum().full_tensor()):
+        for p in ours.parameters():
+            p.grad = None
+            (weight * of(p)).sum().backward()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            leaf = q.detach().clone().requires_grad_()
+            value = leaf if of(p).dim() else (leaf**2).sum()
+            (mean * value).sum().backward()
+            torch.testing.assert_close(whole(p.grad), leaf.grad)

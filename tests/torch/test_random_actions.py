@@ -14,7 +14,7 @@ import torch
 
 import fsdpc
 from fsdpc.torch import MixedPrecisionPolicy, _device, clip_grad_norm_, optim
-from tests.torch.common import batch, build, loss_of, shard
+from tests.torch.common import batch, build, full, loss_of, shard
 from tests.torch.test_gradient_memory import as_list, fails
 
 SEEDS, ACTIONS = 20, 25
@@ -73,7 +73,8 @@ class Program:
         fails(self.model, self.batch())
 
     def keep(self) -> None:
-        how = self.random.choice([lambda g: g, lambda g: g.detach(), lambda g: g.view(-1)])
+        ways = [lambda g: g, lambda g: g.detach(), lambda g: g.to_local().view(-1)]
+        how = self.random.choice(ways)
         self.kept += [how(p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def let_go(self) -> None:
@@ -139,7 +140,7 @@ class Program:
             grads = [p.grad for p in self.model.parameters()]
             self.seen.append([None if g is None else g.to_local().tolist() for g in grads])
         self.seen += [as_list(k) for k in self.kept]
-        self.seen += [v.tolist() for v in self.model.state_dict().values()]
+        self.seen += [full(v).tolist() for v in self.model.state_dict().values()]
         return self.seen
 
 

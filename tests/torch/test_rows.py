@@ -1,4 +1,4 @@
-"""State dicts of optimizers over pieces: each rank's are its own rows, and say so."""
+"""State dicts of optimizers over sharded parameters: each rank's are its own rows, and say so."""
 
 from __future__ import annotations
 
@@ -71,5 +71,6 @@ def test_rows_of_any_dtype_are_gathered() -> None:
         for dtype in (torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float64):
             copy = p.detach().to(dtype)
             assert torch.equal(copy.full_tensor(), p.full_tensor().to(dtype))
-        with pytest.raises(ValueError, match=f"and this rank's rows have {p.numel()}"):
-            p.fsdpc.unit.collect(p.fsdpc._index, fsdpc._core.zeros(p.numel() + 1))
+        numel = p.to_local().numel()
+        with pytest.raises(ValueError, match=f"and this rank's rows have {numel}$"):
+            p.fsdpc.unit.collect(p.fsdpc._index, fsdpc._core.zeros(numel + 1))

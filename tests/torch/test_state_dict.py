@@ -16,6 +16,7 @@ from .common import (
     batch,
     both,
     build,
+    full,
     loss_of,
     shard,
     twin,
@@ -23,7 +24,7 @@ from .common import (
 
 
 @pytest.mark.ranks(2)
-def test_state_dict_is_full() -> None:
+def test_state_dict_has_every_value() -> None:
     model = build()
     plain = twin(model)
     ours = shard(model)
@@ -31,7 +32,8 @@ def test_state_dict_is_full() -> None:
         state = ours.state_dict()
         assert list(state) == list(plain.state_dict())
         for name, value in plain.state_dict().items():
-            assert torch.equal(state[name], value), name
+            assert state[name].shape == value.shape
+            assert torch.equal(full(state[name]), value), name
         both(ours, plain)
     fresh = build(seed=8)
     target = shard(twin(fresh))
@@ -45,8 +47,8 @@ def test_state_dict_is_full() -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         target.load_state_dict(partial)
     loss_of(target, batch(0, 0)).backward()
-    full = fsdpc.torch.get_model_state_dict(ours, rank0_only=True)
-    assert len(full) == (len(plain.state_dict()) if fsdpc.rank() == 0 else 0)
+    whole = fsdpc.torch.get_model_state_dict(ours, rank0_only=True)
+    assert len(whole) == (len(plain.state_dict()) if fsdpc.rank() == 0 else 0)
 
 
 @pytest.mark.ranks([1, 2, 3])
@@ -60,14 +62,14 @@ def test_full_values_take_no_memory_of_the_engine(rows: int) -> None:
     fsdpc.reset_peak_memory_stats()
     before = fsdpc.memory_stats()
     for found in (fsdpc.torch.get_model_state_dict(ours), ours.state_dict()):
-        assert all(torch.equal(found[name], value) for name, value in whole.items())
+        assert all(torch.equal(full(found[name]), value) for name, value in whole.items())
     after = fsdpc.memory_stats()
     staged = after["total_peak_bytes"] - before["total_bytes"]
     assert staged <= (4 << 20) + 64 < whole["weight"].nbytes
     assert after["cached_bytes"] - before["cached_bytes"] <= 5 << 20
     ours(torch.ones(2, 3000)).sum().backward()
-    full = fsdpc.torch.full_grad(ours.weight)
-    assert full.shape == (rows, 3000) and torch.equal(full, torch.full_like(full, 2.0))
+    grad = fsdpc.torch.full_grad(ours.weight)
+    assert grad.shape == (rows, 3000) and torch.equal(grad, torch.full_like(grad, 2.0))
 
 
 class Around(nn.Module):
@@ -85,7 +87,7 @@ class Around(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_state_dicts_of_parts_are_full_too(when: str) -> None:
+def test_state_dicts_of_parts_have_every_value_too(when: str) -> None:
     """Parts that are no unit, in front of the first forward and behind it."""
     plain = nn.ModuleDict({"model": Around(3), "more": nn.Linear(3, 3)})
     ours: Any = twin(plain)
@@ -103,20 +105,40 @@ def test_state_dicts_of_parts_are_full_too(when: str) -> None:
         for part in ("", "model", "model.net", "model.net.blocks", "model.head", "more"):
             found, expected = (m.get_submodule(part).state_dict() for m in (ours, source))
             assert list(found) == list(expected)
-            assert all(torch.equal(found[name], expected[name]) for name in expected), part
+            assert all(torch.equal(full(found[name]), expected[name]) for name in expected), part
     torch.testing.assert_close(ours.model(batch(0, 0)), fresh.model(batch(0, 0)))
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         ours.model.head.load_state_dict({"weight": torch.zeros(2, 2), "bias": torch.zeros(3)})
 
 
-@pytest.mark.ranks(2, timeout=40)
-def test_a_state_dict_of_rank_0_alone_is_named_on_both() -> None:
+@pytest.mark.ranks(2)
+def test_a_state_dict_of_rank_0_alone_needs_nobody() -> None:
+    """It has DTensors, as FSDP2's, which are views of this rank's rows."""
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    both(ours, plain)
+    if fsdpc.rank() == 0:
+        for (name, value), p in zip(ours.state_dict().items(), ours.parameters(), strict=True):
+            assert value.to_local().data_ptr() == p.to_local().data_ptr(), name
+            assert not value.requires_grad and value.shape == p.shape, name
+    both(ours, plain)
+
+
+@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.parametrize("read", ["state dict", "full_tensor", "detached"])
+def test_whole_values_of_rank_0_alone_are_named_on_both(read: str) -> None:
     ours = shard(build())
     both(ours, build())
-    named = "rank 0 posted all_gather of 'first.weight' .* but rank 1 .*in forward of 'Net'"
+    named = "rank 0 posted all_gather of '.*first.weight' .* but rank 1 .*in forward of 'Net'"
     with pytest.raises(fsdpc.PeerError, match=named):
         if fsdpc.rank() == 0:
-            ours.state_dict()
+            if read == "state dict":
+                fsdpc.torch.get_model_state_dict(ours)
+            elif read == "full_tensor":
+                ours.first.weight.full_tensor()
+            else:
+                ours.state_dict()["first.weight"].full_tensor()
         loss_of(ours, batch(0, 0)).backward()
 
 

@@ -208,8 +208,8 @@ static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs,
 }
 
 static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyObject *whole,
-                     PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype,
-                     PyObject *offload)
+                     bool band_per_param, PyObject *comms[2], PyObject *param_dtype,
+                     PyObject *reduce_dtype, PyObject *offload)
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
     if (!runtime)
@@ -218,6 +218,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
     fsdpc_unit_options options = {.name = name,
                                   .device = runtime->device,
                                   .trace = runtime->trace,
+                                  .layout.band_per_param = band_per_param,
                                   .reshard_after_forward = true,
                                   .no_alias = runtime->env.no_alias};
     if (fsdpc_py_offload_parse(PyType_GetModule(Py_TYPE(self)), offload, &options.offload) < 0)
@@ -266,17 +267,17 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     FSDPC_PY_KEYWORDS(keywords, "name", "names", "params", "shard", "replicate", "param_dtype",
                       "reduce_dtype", "output_dtype", "cast_forward_inputs",
                       "reshard_after_forward", "keep_grads", "deterministic", "modules", "whole",
-                      "offload");
+                      "offload", "band_per_param");
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *whole = NULL;
     PyObject *offload = NULL;
-    int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiO!O", keywords, &name,
+    int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1, band_per_param = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiO!Op", keywords, &name,
                                      &PyList_Type, &names, &PyList_Type, &params, &shard,
                                      &replicate, &param_dtype, &reduce_dtype, &output_dtype,
                                      &cast_inputs, &reshard, &keep_grads, &deterministic,
-                                     &n_modules, &PyList_Type, &whole, &offload))
+                                     &n_modules, &PyList_Type, &whole, &offload, &band_per_param))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params))
         return PyErr_Format(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -290,7 +291,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (take_params(self, params) < 0 ||
         parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
-        init_unit(self, name, names, whole, comms, param_dtype, reduce_dtype, offload) < 0) {
+        init_unit(self, name, names, whole, band_per_param != 0, comms, param_dtype, reduce_dtype,
+                  offload) < 0) {
         Py_DECREF(self);
         return NULL;
     }

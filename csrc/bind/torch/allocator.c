@@ -1,10 +1,10 @@
 /* TorchUnit: memory owned by the foreign library.
  *
- * Gradient shards use the memory of foreign tensors, whose rows are the pieces' gradients. As in
- * the foreign library, a gradient that the user keeps after zero_grad therefore retains its values:
- * the next backward uses other memory. A gradient counts as kept if its tensor has more references
- * than at creation, or if the user has created other tensors over its memory, which the frontend
- * reports.
+ * Gradient shards use the memory of foreign tensors, whose rows are the sharded parameters'
+ * gradients. As in the foreign library, a gradient that the user keeps after zero_grad therefore
+ * retains its values: the next backward uses other memory. A gradient counts as kept if its tensor
+ * has more references than at creation, or if the user has created other tensors over its memory,
+ * which the frontend reports.
  *
  * If the foreign library has its own allocator on the device, memory that the user does not keep is
  * returned to it when a forward begins. The unit takes memory again when its first gradient

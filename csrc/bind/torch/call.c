@@ -27,7 +27,8 @@ static int check_usable(const fsdpc_py_torch_unit *self)
     return fsdpc_py_unit_check_open(self->unit) < 0 ? -1 : fsdpc_torch_join(self);
 }
 
-/* Handles changes to the pieces' gradients since the last backward; runs once per backward. */
+/* Handles changes to the sharded parameters' gradients since the last backward; runs once per
+ * backward. */
 static int catch_up(fsdpc_py_torch_unit *self)
 {
     if (!self->taken && fsdpc_torch_begin_grads(self) < 0)
@@ -181,9 +182,9 @@ static PyObject *torch_unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* hide(gave_up): shows pieces again. After an aborted backward, different ranks have completed
- * different reductions. All ranks therefore drop the reduced gradients, unless the user is
- * accumulating onto earlier ones. */
+/* hide(gave_up): shows sharded parameters again. After an aborted backward, different ranks have
+ * completed different reductions. All ranks therefore drop the reduced gradients, unless the user
+ * is accumulating onto earlier ones. */
 static PyObject *torch_unit_hide(PyObject *object, PyObject *gave_up)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

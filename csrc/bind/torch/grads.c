@@ -5,18 +5,18 @@
  * exists only once and only during that parameter's backward, unless it is delayed until the shard
  * has memory (bind/torch/allocator.c).
  *
- * Between backwards, the `.grad` of a piece belongs to the user. We hand out a tensor over the
- * gradient shard itself, so in-place scaling takes effect in the engine directly. The engine does
- * not see that a gradient was dropped or assigned, so this file detects it by comparing identities.
- * If no piece has a gradient, the unit's shard is dropped without writing to memory. If only some
- * pieces have no gradient, their rows are set to zero. A `.grad` tensor that is not ours is copied
- * into the shard.
+ * Between backwards, the `.grad` of a sharded parameter belongs to the user. We hand out a tensor
+ * over the gradient shard itself, so in-place scaling takes effect in the engine directly. The
+ * engine does not see that a gradient was dropped or assigned, so this file detects it by comparing
+ * identities. If no sharded parameter has a gradient, the unit's shard is dropped without writing
+ * to memory. If only some sharded parameters have no gradient, their rows are set to zero. A
+ * `.grad` tensor that is not ours is copied into the shard.
  *
- * A piece may itself be part of the graph, for example for a parameter penalty; the foreign
- * autograd then stores a gradient in the piece's `.grad`. Before the unit's backward, that gradient
- * is taken like any other. Later, a reduction may already be writing to the shard. Pieces therefore
- * have no gradient when a backward begins, and any gradient that they have when it ends is then
- * added to the shard.
+ * A sharded parameter may itself be part of the graph, for example for a parameter penalty; the
+ * foreign autograd then stores a gradient in the sharded parameter's `.grad`. Before the unit's
+ * backward, that gradient is taken like any other. Later, a reduction may already be writing to the
+ * shard. Pieces therefore have no gradient when a backward begins, and any gradient that they have
+ * when it ends is then added to the shard.
  */
 #include "bind/torch/unit.h"
 
@@ -122,26 +122,22 @@ int fsdpc_torch_accept_grad(fsdpc_py_torch_unit *self, int index, PyObject *grad
 
 /* ---- between backwards ---- */
 
-static int write_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
-{
-    return Py_TYPE(self->grad_of)->tp_descr_set(self->grad_of, p->piece, grad);
-}
-
 static PyObject *get_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
 {
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    PyObject *grad = plain ? fsdpc_torch_read_grad(self, p) : NULL;
-    fsdpc_torch_plain_end(plain);
-    return grad;
+    return PyObject_GetAttr(p->sharded, self->names.grad);
 }
 
-/* 1 if hooks of the piece wait for its gradient, otherwise 0, or -1. */
+static int write_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
+{
+    return PyObject_SetAttr(p->sharded, self->names.grad, grad);
+}
+
+/* 1 if hooks of the sharded parameter wait for its gradient, otherwise 0, or -1. */
 static int set_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyObject *grad)
 {
-    PyObject *plain = fsdpc_torch_plain_begin(self), *hooks = NULL;
-    if (plain && write_grad(self, p, grad) == 0)
-        hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
-    fsdpc_torch_plain_end(plain);
+    if (write_grad(self, p, grad) < 0)
+        return -1;
+    PyObject *hooks = PyObject_GetAttr(p->sharded, self->names._post_accumulate_grad_hooks);
     Py_XDECREF(hooks);
     return hooks ? hooks != Py_None : -1;
 }
@@ -159,13 +155,12 @@ static int write_rows(fsdpc_py_torch_unit *self, const fsdpc_torch_param *p, PyO
     return done ? 0 : -1;
 }
 
-/* Copies a piece's `.grad` into the shard if it is not the shard itself. If the piece's dtype
- * differs from the shard's, both its `.grad` and the shard are kept. */
+/* Copies a sharded parameter's `.grad` into the shard if it is not the shard itself. If the sharded
+ * parameter's dtype differs from the shard's, both its `.grad` and the shard are kept. */
 static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *grad)
 {
     PyObject *given = p->narrow ? grad : p->grad;
-    if (write_rows(self, p, self->names.copy_, grad) < 0 ||
-        PyObject_SetAttr(p->piece, self->names.grad, given) < 0)
+    if (write_rows(self, p, self->names.copy_, grad) < 0 || write_grad(self, p, given) < 0)
         return -1;
     given = get_grad(self, p);
     if (!given)
@@ -174,7 +169,7 @@ static int copy_in(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, PyObject *gr
     return given == p->grad ? 0 : fsdpc_torch_version(self, given, &p->version);
 }
 
-/* Takes one piece's `.grad`; returns 1 if it exists, 0 if not, -1 on error. */
+/* Takes one sharded parameter's `.grad`; returns 1 if it exists, 0 if not, -1 on error. */
 static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
 {
     PyObject *grad = get_grad(self, p);
@@ -252,22 +247,20 @@ static int take_grad(fsdpc_py_torch_unit *self, int i)
     return status == FSDPC_OK ? take_param(self, i, true) : (fsdpc_py_raise(status), -1);
 }
 
-/* `.grad` has the piece's dtype; for a narrow piece the shard is wider. */
+/* `.grad` has the sharded parameter's dtype; for a narrow sharded parameter the shard is wider. */
 static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
 {
     if (!p->narrow)
         return Py_NewRef(p->grad);
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    PyObject *dtype = plain ? PyObject_GetAttr(p->piece, self->names.dtype) : NULL;
-    fsdpc_torch_plain_end(plain);
+    PyObject *dtype = PyObject_GetAttr(p->sharded, self->names.dtype);
     PyObject *grad = dtype ? PyObject_CallMethodOneArg(p->grad, self->names.to, dtype) : NULL;
     Py_XDECREF(dtype);
     return grad;
 }
 
-/* Hands out the sum of the reduced gradient and the one that the graph gave to the piece itself.
- * `new`: the gradient has grown. Returns 1 if the piece has hooks that wait for its gradient, 0 if
- * not, or -1 on error. */
+/* Hands out the sum of the reduced gradient and the one that the graph gave to the sharded
+ * parameter itself. `new`: the gradient has grown. Returns 1 if the sharded parameter has hooks
+ * that wait for its gradient, 0 if not, or -1 on error. */
 static int give_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool new)
 {
     if (p->own && write_rows(self, p, self->names.add_, p->own) < 0)
@@ -291,15 +284,14 @@ static void forget_own(fsdpc_py_torch_unit *self)
         Py_CLEAR(self->params[i].own);
 }
 
-/* Looks for pieces' gradients that were not handed out; returns 1 if there are any, 0 if not, or -1
- * on error. */
+/* Looks for sharded parameters' gradients that were not handed out; returns 1 if there are any, 0
+ * if not, or -1 on error. */
 static int find_own(fsdpc_py_torch_unit *self)
 {
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    int any = plain ? 0 : -1;
+    int any = 0;
     for (int i = 0; i < self->n_params && any >= 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        PyObject *grad = fsdpc_torch_read_grad(self, p);
+        PyObject *grad = get_grad(self, p);
         if (grad && grad != Py_None && grad != p->given && grad != p->grad) {
             Py_XSETREF(p->own, Py_NewRef(grad));
             any = 1;
@@ -308,11 +300,11 @@ static int find_own(fsdpc_py_torch_unit *self)
         if (!grad)
             any = -1;
     }
-    fsdpc_torch_plain_end(plain);
     return any;
 }
 
-/* Waits for the reduction, because the pieces' own gradients are added to its result. */
+/* Waits for the reduction, because the sharded parameters' own gradients are added to its result.
+ */
 static int wait_for_reduction(fsdpc_py_torch_unit *self)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -343,8 +335,8 @@ static int give_found(fsdpc_py_torch_unit *self, bool *left_out)
     return waiting;
 }
 
-/* Hands out the reduced gradients; *left_out reports whether pieces also have gradients of their
- * own. `ended`: a backward has ended. */
+/* Hands out the reduced gradients; *left_out reports whether sharded parameters also have gradients
+ * of their own. `ended`: a backward has ended. */
 static int give_grads(fsdpc_py_torch_unit *self, bool ended, bool *left_out)
 {
     int own = find_own(self), waiting = -1;
@@ -362,31 +354,27 @@ int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self)
         return -1;
     if (!fsdpc_unit_has_grads(fsdpc_torch_unit(self)))
         return 0;
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    int done = plain ? 0 : -1;
+    int done = 0;
     for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        PyObject *grad = fsdpc_torch_read_grad(self, p);
+        PyObject *grad = get_grad(self, p);
         p->aside = grad && grad != Py_None;
         Py_XDECREF(grad);
         if (!grad || (p->aside && write_grad(self, p, Py_None) < 0))
             done = -1;
     }
-    fsdpc_torch_plain_end(plain);
     return done;
 }
 
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self)
 {
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    int done = plain ? 0 : -1;
+    int done = 0;
     for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
         PyObject *before = p->aside ? p->given : Py_None;
         p->aside = false;
         done = write_grad(self, p, before);
     }
-    fsdpc_torch_plain_end(plain);
     return done;
 }
 

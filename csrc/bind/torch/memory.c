@@ -1,15 +1,15 @@
 /* The memory that foreign tensors use: a unit's memory, and the offsets of its parameters.
  *
  * A frontend slices the flat tensors from unit_memory at the offsets from unit_places: it gets
- * pieces and unsharded parameters without copying, and all of a flat group's unsharded parameters
- * are views of one tensor. The tensors keep the unit's memory alive, but none of the model's
- * Python objects. Gradients are in memory owned by the tensors over it (grad_memory, or the
+ * sharded parameters and unsharded parameters without copying, and all of a flat group's unsharded
+ * parameters are views of one tensor. The tensors keep the unit's memory alive, but none of the
+ * model's Python objects. Gradients are in memory owned by the tensors over it (grad_memory, or the
  * foreign library's): bind/torch/allocator.c.
  */
 #include "bind/torch/unit.h"
 
-/* unit_places(unit): (group, unsharded_offset, first, numel, shard_offset, master_offset) per
- * parameter. */
+/* unit_places(unit): (group, unsharded_offset, first, numel, shard_offset, master_offset, owner)
+ * per parameter; owner is -1 if it is cut. */
 static PyObject *unit_places(PyObject *module, PyObject *object)
 {
     fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
@@ -20,14 +20,15 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     PyObject *list = PyList_New(layout->n_params);
     for (int i = 0; list && i < layout->n_params; i++) {
         const fsdpc_place *place = &layout->params[i];
-        fsdpc_local_shard piece =
+        fsdpc_local_shard local =
             fsdpc_layout_local_shard(layout, i, fsdpc_unit_mesh(unit)->shard->rank);
-        size_t at = piece.numel ? piece.shard_offset : 0;
-        size_t master = piece.numel ? fsdpc_unit_master_offset(unit, i) : 0;
+        size_t at = local.numel ? local.shard_offset : 0;
+        size_t master = local.numel ? fsdpc_unit_master_offset(unit, i) : 0;
         fsdpc_py_put(&list, i,
-                     Py_BuildValue("(innnnn)", place->group, (Py_ssize_t)place->unsharded_offset,
-                                   (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel, (Py_ssize_t)at,
-                                   (Py_ssize_t)master));
+                     Py_BuildValue("(innnnni)", place->group, (Py_ssize_t)place->unsharded_offset,
+                                   (Py_ssize_t)local.first, (Py_ssize_t)local.numel, (Py_ssize_t)at,
+                                   (Py_ssize_t)master,
+                                   layout->groups[place->group].bands[place->band].owner));
     }
     return list;
 }

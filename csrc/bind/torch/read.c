@@ -1,5 +1,5 @@
-/* Helpers shared by all files in this folder: the foreign library's streams, plain attribute reads,
- * and gradients. */
+/* Helpers shared by all files in this folder: the foreign library's streams, tensors' rows and
+ * gradients. */
 #include "bind/torch/unit.h"
 
 #include <stddef.h>
@@ -27,53 +27,28 @@ int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args
     return PyErr_Occurred() ? -1 : (int)i;
 }
 
-PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self)
+PyObject *fsdpc_torch_rows(const fsdpc_py_torch_unit *self, PyObject *tensor)
 {
-    PyObject *context = PyObject_CallNoArgs(self->plainly);
-    PyObject *entered = context ? PyObject_CallMethodNoArgs(context, self->names.__enter__) : NULL;
-    if (!entered)
-        Py_CLEAR(context);
-    Py_XDECREF(entered);
-    return context;
-}
-
-void fsdpc_torch_plain_end(PyObject *context)
-{
-    if (!context)
-        return;
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_XDECREF(left);
-    Py_DECREF(context);
-    if (!left)
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(type, value, trace);
+    return self->local ? PyObject_GetAttr(tensor, self->local) : Py_NewRef(tensor);
 }
 
 int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out)
 {
-    PyObject *number = PyObject_GetAttr(tensor, self->names._version);
+    PyObject *rows = fsdpc_torch_rows(self, tensor);
+    PyObject *number = rows ? PyObject_GetAttr(rows, self->names._version) : NULL;
+    Py_XDECREF(rows);
     *out = number ? PyLong_AsLongLong(number) : -1;
     Py_XDECREF(number);
     return PyErr_Occurred() ? -1 : 0;
 }
 
-PyObject *fsdpc_torch_read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
-{
-    return Py_TYPE(self->grad_of)
-        ->tp_descr_get(self->grad_of, p->piece, (PyObject *)Py_TYPE(p->piece));
-}
-
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self)
 {
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    int any = plain ? 0 : -1;
+    int any = 0;
     for (int i = 0; any == 0 && i < self->n_params; i++) {
-        PyObject *grad = fsdpc_torch_read_grad(self, &self->params[i]);
+        PyObject *grad = PyObject_GetAttr(self->params[i].sharded, self->names.grad);
         any = grad ? grad != Py_None : -1;
         Py_XDECREF(grad);
     }
-    fsdpc_torch_plain_end(plain);
     return any;
 }

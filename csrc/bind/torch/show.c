@@ -1,8 +1,8 @@
 /* TorchUnit: which tensors modules see.
  *
  * The dictionaries of a unit's modules contain the unsharded parameters while the unit is in use,
- * and the pieces otherwise. Only the dictionaries change; the tensors are created once and never
- * replaced.
+ * and the sharded parameters otherwise. Only the dictionaries change; the tensors are created once
+ * and never replaced.
  *
  * Stale reads. All unsharded parameters of a flat group are views of one base tensor and share its
  * version counter. Showing unsharded parameters sets the counter to the weights' generation, and
@@ -10,15 +10,16 @@
  * unsharded parameter that has changed since forward. Any other version change means that the user
  * wrote to an unsharded parameter, and no master receives that write.
  *
- * Trainable or not. Users set requires_grad on pieces, and unsharded parameters copy it whenever
- * they are shown. Each forward therefore records which parameters are trainable; as in the foreign
- * library, a backward computes gradients for those that are trainable when it begins. A frozen
- * forward in between, such as that of a policy's reference with adapters disabled, has no effect.
+ * Trainable or not. Users set requires_grad on sharded parameters, and unsharded parameters copy it
+ * whenever they are shown. Each forward therefore records which parameters are trainable; as in the
+ * foreign library, a backward computes gradients for those that are trainable when it begins. A
+ * frozen forward in between, such as that of a policy's reference with adapters disabled, has no
+ * effect.
  *
  * Pieces must not be used as weights: a submodule called outside its unit, such as a head called
- * from a loss function, would compute with only this rank's rows. While pieces are shown, modules
- * that read parameters therefore have a forward that raises. A forward set by the user is left
- * unchanged.
+ * from a loss function, would compute with only this rank's rows. While sharded parameters are
+ * shown, modules that read parameters therefore have a forward that raises. A forward set by the
+ * user is left unchanged.
  */
 #include "bind/torch/unit.h"
 
@@ -90,7 +91,7 @@ static int take_guards(fsdpc_py_torch_unit *self, PyObject *modules)
     return set_guards(self);
 }
 
-/* ---- unsharded parameters and pieces ---- */
+/* ---- unsharded parameters and sharded parameters ---- */
 
 static int listen(const fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
 {
@@ -114,11 +115,10 @@ static int requires_grad(const fsdpc_py_torch_unit *self, PyObject *tensor)
  * flags. */
 static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
 {
-    PyObject *plain = fsdpc_torch_plain_begin(self);
-    int done = plain ? 0 : -1;
+    int done = 0;
     for (int i = 0; i < self->n_params && done == 0; i++) {
         fsdpc_torch_param *p = &self->params[i];
-        int wanted = requires_grad(self, p->piece), is = requires_grad(self, p->unsharded);
+        int wanted = requires_grad(self, p->sharded), is = requires_grad(self, p->unsharded);
         done = wanted < 0 || is < 0 ? -1 : 0;
         if (done == 0 && grad)
             done = fsdpc_torch_set_trainable(self, i, wanted == 1);
@@ -128,7 +128,6 @@ static int follow_trainable(fsdpc_py_torch_unit *self, bool grad)
         if (done == 0 && wanted && !p->listening)
             done = listen(self, p);
     }
-    fsdpc_torch_plain_end(plain);
     return done;
 }
 
@@ -144,13 +143,15 @@ int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad)
     for (int s = 0; s < self->n_slots; s++) { /* checks all first: an error changes nothing */
         const fsdpc_torch_slot *slot = &self->slots[s];
         const fsdpc_torch_param *param = &self->params[slot->param];
-        if (PyDict_GetItem(slot->dict, slot->name) != (unsharded ? param->piece : param->unsharded))
+        if (PyDict_GetItem(slot->dict, slot->name) !=
+            (unsharded ? param->sharded : param->unsharded))
             return refuse_replaced(self, slot);
     }
     for (int s = 0; s < self->n_slots; s++) {
         const fsdpc_torch_slot *slot = &self->slots[s];
         const fsdpc_torch_param *param = &self->params[slot->param];
-        if (PyDict_SetItem(slot->dict, slot->name, unsharded ? param->unsharded : param->piece) < 0)
+        if (PyDict_SetItem(slot->dict, slot->name, unsharded ? param->unsharded : param->sharded) <
+            0)
             return -1;
     }
     self->shown = unsharded;

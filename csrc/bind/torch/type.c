@@ -11,20 +11,20 @@ static bool init_names(fsdpc_torch_names *names)
     return true;
 }
 
-/* Reads the pieces of every parameter and their places in modules. */
-static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
+/* Reads the sharded parameters and their places in modules. */
+static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *params)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
-    if (fsdpc_py_check(fsdpc_unit_mark_shared(unit)) < 0) /* users may write the pieces */
+    if (fsdpc_py_check(fsdpc_unit_mark_shared(unit)) < 0) /* users may write them */
         return -1;
     for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         const fsdpc_unit_flat flat = fsdpc_unit_flat_with(unit, i);
-        fsdpc_local_shard piece;
-        void *master = fsdpc_unit_master(unit, i, &piece);
-        p->master = piece.numel ? master : NULL;
+        fsdpc_local_shard local;
+        void *master = fsdpc_unit_master(unit, i, &local);
+        p->master = local.numel ? master : NULL;
         p->narrow = flat.dtype != flat.grad_dtype;
-        p->piece = Py_NewRef(PyList_GET_ITEM(pieces, i));
+        p->sharded = Py_NewRef(PyList_GET_ITEM(params, i));
         if (!(p->hook = fsdpc_torch_hook_new(self, i)))
             return -1;
     }
@@ -43,20 +43,21 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
 
 static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *unit, *slots, *pieces, *adopt, *renew, *streams, *plainly, *grad_of;
+    PyObject *unit, *slots, *params, *adopt, *renew, *streams, *local = Py_None;
     int gives_back;
-    FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "pieces", "adopt", "renew", "streams",
-                      "gives_back", "plainly", "grad_of");
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!OOOpOO", keywords, &unit, &PyList_Type,
-                                     &slots, &PyList_Type, &pieces, &adopt, &renew, &streams,
-                                     &gives_back, &plainly, &grad_of))
+    FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "params", "adopt", "renew", "streams",
+                      "gives_back", "local");
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!OOOp|O", keywords, &unit, &PyList_Type,
+                                     &slots, &PyList_Type, &params, &adopt, &renew, &streams,
+                                     &gives_back, &local))
         return NULL;
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
         return NULL;
     int n = fsdpc_unit_layout(inner->ref->unit)->n_params;
-    if (PyList_GET_SIZE(pieces) != n)
-        return PyErr_Format(PyExc_ValueError, "a TorchUnit needs a piece for each of %d", n);
+    if (PyList_GET_SIZE(params) != n)
+        return PyErr_Format(PyExc_ValueError,
+                            "a TorchUnit needs a sharded parameter for each of %d", n);
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -66,14 +67,13 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->renew = Py_NewRef(renew);
     self->gives_back = gives_back;
     self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
-    self->plainly = Py_NewRef(plainly);
-    self->grad_of = Py_NewRef(grad_of);
+    self->local = local == Py_None ? NULL : Py_NewRef(local);
     self->params = fsdpc_py_array(n, sizeof *self->params);
     self->slots = fsdpc_py_array(PyList_GET_SIZE(slots), sizeof *self->slots);
     if (self->params && self->slots) {
         self->n_params = n;
         self->n_slots = (int)PyList_GET_SIZE(slots);
-        if (init_names(&self->names) && fill(self, slots, pieces) == 0) {
+        if (init_names(&self->names) && fill(self, slots, params) == 0) {
             fsdpc_torch_provide_unsharded(self);
             return (PyObject *)self;
         }
@@ -120,7 +120,7 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
     for (int i = 0; i < self->n_params; i++) {
-        Py_VISIT(self->params[i].piece);
+        Py_VISIT(self->params[i].sharded);
         Py_VISIT(self->params[i].unsharded);
         Py_VISIT(self->params[i].grad);
         Py_VISIT(self->params[i].early);
@@ -142,8 +142,6 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->unsharded);
     Py_VISIT(self->mates);
     Py_VISIT(self->streams);
-    Py_VISIT(self->plainly);
-    Py_VISIT(self->grad_of);
     Py_VISIT(Py_TYPE(object));
     return 0;
 }
@@ -158,7 +156,7 @@ static int torch_unit_clear(PyObject *object)
         fsdpc_torch_param *p = &self->params[i];
         if (p->hook)
             fsdpc_torch_hook_part(p->hook);
-        Py_CLEAR(p->piece);
+        Py_CLEAR(p->sharded);
         Py_CLEAR(p->unsharded);
         Py_CLEAR(p->grad);
         Py_CLEAR(p->early);
@@ -184,8 +182,7 @@ static int torch_unit_clear(PyObject *object)
     Py_CLEAR(self->unsharded);
     Py_CLEAR(self->mates);
     Py_CLEAR(self->streams);
-    Py_CLEAR(self->plainly);
-    Py_CLEAR(self->grad_of);
+    Py_CLEAR(self->local);
     return 0;
 }
 

@@ -1,19 +1,20 @@
 /* TorchUnit: the per-unit interface for a frontend over foreign tensors (torch).
  *
- * Once per unit, the frontend creates a foreign tensor for every piece and unsharded parameter,
- * over the unit's own memory (unit_memory, unit_places). It also creates a tensor for every piece
- * of the gradient shard, over the foreign library's memory (bind/torch/allocator.c). A TorchUnit
- * keeps these tensors and performs the operations that must be cheap. It drives the schedule, swaps
- * pieces and unsharded parameters in the modules' dictionaries, and reads gradients through their
- * pointers. It keeps the pieces' `.grad` consistent with the engine's gradient shard. It relies on
- * only a few of torch's attribute and method names.
+ * Once per unit, the frontend creates a foreign tensor for every sharded parameter and unsharded
+ * parameter, over the unit's own memory (unit_memory, unit_places). It also creates a tensor for
+ * every sharded parameter of the gradient shard, over the foreign library's memory
+ * (bind/torch/allocator.c). A TorchUnit keeps these tensors and performs the operations that must
+ * be cheap. It drives the schedule, swaps sharded parameters and unsharded parameters in the
+ * modules' dictionaries, and reads gradients through their pointers. It keeps the sharded
+ * parameters' `.grad` consistent with the engine's gradient shard. It relies on only a few of
+ * torch's attribute and method names.
  *
- * Gradients. The `.grad` of a piece belongs to the user. It is None after zero_grad, TorchUnit's
- * own tensor over the shard after a backward, or a tensor that the user assigned. take_grads
- * updates the engine from it (before the first reduction of a backward, before clipping and
- * stepping); settle hands out the reduced gradients after a backward. In between, `.grad` is None
- * unless the graph computes a gradient for the piece itself, for example through a parameter
- * penalty.
+ * Gradients. The `.grad` of a sharded parameter belongs to the user. It is None after zero_grad,
+ * TorchUnit's own tensor over the shard after a backward, or a tensor that the user assigned.
+ * take_grads updates the engine from it (before the first reduction of a backward, before clipping
+ * and stepping); settle hands out the reduced gradients after a backward. In between, `.grad` is
+ * None unless the graph computes a gradient for the sharded parameter itself, for example through a
+ * parameter penalty.
  */
 #ifndef FSDPC_BIND_TORCH_UNIT_H
 #define FSDPC_BIND_TORCH_UNIT_H
@@ -23,32 +24,33 @@
 typedef struct fsdpc_py_torch_unit fsdpc_py_torch_unit;
 
 typedef struct fsdpc_torch_param {
-    PyObject *piece, *unsharded; /* foreign tensors; unsharded: NULL before bind */
-    PyObject *grad;              /* over the rows of the gradient shard */
-    Py_ssize_t refs;             /* of `grad` at creation: any more are the user's */
-    PyObject *early;   /* in a backward: the gradient, while shards have no memory for it */
-    PyObject *given;   /* last value set as `.grad`: grad, or a copy in the piece's dtype */
-    bool aside;        /* in a backward: it was set, and is None for now */
-    PyObject *own;     /* while gradients are handed out: the piece's own, from the graph */
+    PyObject *sharded, *unsharded; /* foreign tensors; unsharded: NULL before bind */
+    PyObject *grad;                /* over the rows of the gradient shard */
+    Py_ssize_t refs;               /* of `grad` at creation: any more are the user's */
+    PyObject *early; /* in a backward: the gradient, while shards have no memory for it */
+    PyObject
+        *given;    /* last value set as `.grad`: grad, or a copy in the sharded parameter's dtype */
+    bool aside;    /* in a backward: it was set, and is None for now */
+    PyObject *own; /* while gradients are handed out: the sharded parameter's own, from the graph */
     PyObject *hook;    /* GradHook, registered once the parameter is trainable */
     PyObject *dtype;   /* of the unsharded parameter; foreign dtypes are compared by identity */
-    void *master;      /* address of the piece's memory; NULL: none */
-    bool narrow;       /* the piece's dtype is not the gradient shard's */
+    void *master;      /* address of the sharded parameter's memory; NULL: none */
+    bool narrow;       /* the sharded parameter's dtype is not the gradient shard's */
     long long version; /* of `given` when it was handed out, if it is a copy */
-    long long written; /* with unsharded parameters in foreign memory: the piece's version when it
-                          was last followed */
+    long long written; /* with unsharded parameters in foreign memory: the sharded parameter's
+                          version when it was last followed */
     bool listening;    /* the hook is registered */
 } fsdpc_torch_param;
 
-/* The place where a module stores a parameter: dict[name] is the piece or the unsharded
+/* The place where a module stores a parameter: dict[name] is the sharded parameter or the unsharded
  * parameter. */
 typedef struct fsdpc_torch_slot {
     PyObject *dict, *name;
     int param;
 } fsdpc_torch_slot;
 
-/* A module that reads parameters of the unit directly. While its dictionary contains pieces, its
- * forward is `refuse`, so that a call outside the unit raises an error. */
+/* A module that reads parameters of the unit directly. While its dictionary contains sharded
+ * parameters, its forward is `refuse`, so that a call outside the unit raises an error. */
 typedef struct fsdpc_torch_guard {
     PyObject *dict, *refuse;
 } fsdpc_torch_guard;
@@ -70,7 +72,6 @@ typedef struct fsdpc_torch_guard {
     X(give)                                                                                        \
     X(is_kept)                                                                                     \
     X(forward)                                                                                     \
-    X(__enter__)                                                                                   \
     X(_post_accumulate_grad_hooks)                                                                 \
     X(register_post_accumulate_grad_hook)
 
@@ -90,26 +91,26 @@ struct fsdpc_py_torch_unit {
     int n_guards;
     PyObject *bases;       /* the tensors that unsharded parameters are views of */
     PyObject *set_version; /* set_version(bases, versions) */
-    PyObject *adopt;       /* adopt(i): copies in the memory that replaced the piece's */
-    PyObject *renew;       /* renew(): creates new gradients, because the user keeps the old ones */
-    PyObject *unsharded;   /* memory of every flat group's unsharded parameters if it is foreign
+    PyObject *adopt;     /* adopt(i): copies in the memory that replaced the sharded parameter's */
+    PyObject *renew;     /* renew(): creates new gradients, because the user keeps the old ones */
+    PyObject *unsharded; /* memory of every flat group's unsharded parameters if it is foreign
                               memory; else NULL */
-    PyObject *mates;       /* all TorchUnits of the root, including this one; NULL before bind */
-    PyObject *at_end;      /* at_end(): schedules finish() for the end of this backward */
-    bool shown;            /* dictionaries hold unsharded parameters */
-    long long version;     /* last version set on the bases */
-    bool taken;            /* gradients were taken in this backward */
-    bool held;             /* unshard() holds it: unsharded parameters stay shown */
-    int pins;              /* calls of Unit.unshard not yet released */
-    bool lifted;           /* modules may be called: they use private copies */
+    PyObject *mates;     /* all TorchUnits of the root, including this one; NULL before bind */
+    PyObject *at_end;    /* at_end(): schedules finish() for the end of this backward */
+    bool shown;          /* dictionaries hold unsharded parameters */
+    long long version;   /* last version set on the bases */
+    bool taken;          /* gradients were taken in this backward */
+    bool held;           /* unshard() holds it: unsharded parameters stay shown */
+    int pins;            /* calls of Unit.unshard not yet released */
+    bool lifted;         /* modules may be called: they use private copies */
     bool bound;
     bool gives_back;    /* the foreign library can use memory that we do not need for a while */
     bool away;          /* gradient shards have no memory */
     size_t early_bytes; /* of waiting gradients; the foreign library owns their memory on: */
     uintptr_t early_stream;
     PyObject *streams; /* streams(): handle of the foreign library's current stream; or NULL */
-    PyObject *plainly; /* plainly(): a context that reads pieces as plain tensors */
-    PyObject *grad_of; /* the descriptor of a plain tensor's `.grad` */
+    PyObject *local;   /* name of the attribute that holds a sharded parameter's own rows; NULL: the
+                          sharded parameter */
     fsdpc_torch_names names;
 };
 
@@ -132,28 +133,24 @@ int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
 int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
 /* Before an epoch copies in masters, tracks the user's changes since the last step to the memory
- * and gradients of the pieces of every unit of the root. Does nothing inside an epoch. */
+ * and gradients of the sharded parameters of every unit of the root. Does nothing inside an epoch.
+ */
 int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
-/* If nothing is copied in, values cannot be compared, so writes are detected by the pieces' version
- * counters. */
+/* If nothing is copied in, values cannot be compared, so writes are detected by the sharded
+ * parameters' version counters. */
 int fsdpc_torch_follow_writes(fsdpc_py_torch_unit *self);
 
-/* Pieces intercept attribute reads, which is slow. Between begin and end, this thread reads pieces
- * as cheaply as plain tensors; end preserves a pending exception. begin returns NULL with an
- * exception. During that time gradients do not intercept reads either and must not be used in
- * computations. */
-PyObject *fsdpc_torch_plain_begin(const fsdpc_py_torch_unit *self);
-void fsdpc_torch_plain_end(PyObject *context);
-
-/* Reads a piece's `.grad`; call only between begin and end. */
-PyObject *fsdpc_torch_read_grad(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p);
-/* Returns whether any piece has a `.grad`; -1 with an exception. */
+/* Returns the tensor that holds the rows of a sharded parameter or of a gradient: a new reference,
+ * or NULL with an exception. */
+PyObject *fsdpc_torch_rows(const fsdpc_py_torch_unit *self, PyObject *tensor);
+/* Returns whether any sharded parameter has a `.grad`; -1 with an exception. */
 int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
-/* Passes the pieces' `.grad` to the engine; returns 0, or -1 with an exception. */
+/* Passes the sharded parameters' `.grad` to the engine; returns 0, or -1 with an exception. */
 int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
-/* Begins a backward by taking the pieces' gradients; pieces have none until it ends. */
+/* Begins a backward by taking the sharded parameters' gradients; sharded parameters have none until
+ * it ends. */
 int fsdpc_torch_begin_grads(fsdpc_py_torch_unit *self);
-/* After an abandoned backward, restores the gradients that pieces had when it began. */
+/* After an abandoned backward, restores the gradients that sharded parameters had when it began. */
 int fsdpc_torch_restore_grads(fsdpc_py_torch_unit *self);
 
 /* Does the same as fsdpc_unit_set_trainable, and creates tensors for the gradients of formerly
@@ -174,17 +171,17 @@ int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle);
 /* If the gradient shards are empty and unused, replaces memory that the user keeps or, if `idle`,
  * returns memory. */
 int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
-/* Called when a forward begins: drops gradients that no piece holds any longer. */
+/* Called when a forward begins: drops gradients that no sharded parameter holds any longer. */
 int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
 /* Makes unsharded parameters use foreign memory, if the foreign library takes memory back. */
 void fsdpc_torch_provide_unsharded(fsdpc_py_torch_unit *self);
-/* Reads a foreign tensor's version counter. */
+/* Reads the version counter of the rows of a sharded parameter or of a gradient. */
 int fsdpc_torch_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out);
 
 /* Releases everything that Unit.unshard took. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
-/* Puts unsharded parameters (with the pieces' current requires_grad) or pieces into the modules'
- * dictionaries. `grad`: gradients are recorded. */
+/* Puts unsharded parameters (with the sharded parameters' current requires_grad) or sharded
+ * parameters into the modules' dictionaries. `grad`: gradients are recorded. */
 int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool unsharded, bool grad);
 /* Called when the schedule may have resharded the unit. */
 int fsdpc_torch_hide(fsdpc_py_torch_unit *self);

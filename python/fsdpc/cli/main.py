@@ -106,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
         help="start MAX ranks; after a restart that a killed rank caused go on with one fewer, "
         "never below MIN",
     )
+    run.add_argument(
+        "--fsdp2",
+        action="store_true",
+        help="let fsdpc's fully_shard take the place of torch's, in a script that was written for "
+        "FSDP2",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("script", metavar="SCRIPT", help="the script, or the module after -m")
     run.add_argument(
@@ -193,6 +199,10 @@ def _run(arguments: list[str]) -> int:
         )
         return 2
     command = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    if options.fsdp2:
+        if not options.module and not os.path.isfile(options.script):
+            parser.error(f"run: no such script: {options.script}")
+        command = ["-m", "fsdpc.torch", *command]
     try:
         if options.hosts is not None:
             names, each = hosts.check_hosts(options.hosts, options.ranks, options.ranks_per_host)

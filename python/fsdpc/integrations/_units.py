@@ -17,7 +17,7 @@ from fsdpc.torch import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from fsdpc.torch._made_before import Places, give_pieces
+from fsdpc.torch._made_before import Places, give_params
 from fsdpc.torch._plan import _options as options_of
 from fsdpc.torch.plan import _by_classes, _plan_of, has_plan
 
@@ -117,7 +117,7 @@ def no_sync(module: nn.Module) -> ExitStack:
 
 
 def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Replace an optimizer's parameters, which it got before sharding, with the sharded pieces.
+    """Replace an optimizer's parameters, which it got before sharding, with the sharded parameters.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} has stepped before its model was sharded: make it after"
         )
-    give_pieces(optimizer, places)
+    give_params(optimizer, places)
 
 
 META = "meta.pt"

@@ -14,17 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType, DistributedType
+from safetensors.torch import load_file
 from torch import nn
 
 from fsdpc.sharding.rules import is_sharded
-from fsdpc.torch import optim_state, shard_by_plan
-from fsdpc.torch._made_before import give_pieces, places_of
+from fsdpc.torch import get_model_state_dict, optim_state, shard_by_plan
+from fsdpc.torch._made_before import give_params, places_of
 from fsdpc.torch._mesh import join
 from fsdpc.torch.plan import has_plan, layer_classes
 
@@ -48,7 +51,7 @@ class WholeStateOptimizer(AcceleratedOptimizer):
     model : nn.Module
         The sharded model.
     optimizer : torch.optim.Optimizer
-        An optimizer over the model's pieces.
+        An optimizer over the model's sharded parameters.
     scaler : torch.amp.GradScaler, optional
         The accelerator's scaler.
 
@@ -99,7 +102,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         Sharded by :func:`fsdpc.torch.shard_by_plan`, unless it already is.
     *others
         Optimizers for this model, loaders and schedulers, as for ``accelerator.prepare``. An
-        optimizer created before sharding switches to the pieces if it has not stepped yet.
+        optimizer created before sharding switches to the sharded parameters, unless it has stepped.
     **options
         Options of ``shard_by_plan``: ``classes`` and those of ``fully_shard``. Without ``classes``,
         if the plan matches no layers, modules of the classes in ``_no_split_modules`` become units.
@@ -152,7 +155,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
             options["classes"] = layer_classes(model) or None  # like Accelerate's FSDP
         shard_by_plan(model, **options)
         for optimizer in optimizers:
-            give_pieces(optimizer, places)
+            give_params(optimizer, places)
     elif options:
         raise ValueError(
             f"{type(model).__name__} is sharded already: leave out {sorted(options)}, or give "
@@ -160,6 +163,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         )
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     model._is_accelerate_prepared = True  # otherwise Accelerate would wrap it in DDP
+    accelerator.get_state_dict = partial(_full_state_dict, accelerator)  # type: ignore[method-assign]
+    accelerator.register_load_state_pre_hook(_load)
     found = [
         WholeStateOptimizer(model, each, accelerator.scaler)
         if isinstance(each, torch.optim.Optimizer)
@@ -170,6 +175,32 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         return model
     prepared = accelerator.prepare(*found)
     return (model, *(prepared if len(found) > 1 else (prepared,)))
+
+
+def _full_state_dict(accelerator: Accelerator, model: Any, unwrap: bool = True) -> Any:
+    """Return full tensors on every rank, which Accelerate saves; collective if it is sharded."""
+    if is_sharded(model):
+        return get_model_state_dict(model)
+    return type(accelerator).get_state_dict(accelerator, model, unwrap)
+
+
+def _load(models: list[nn.Module], folder: str) -> None:
+    """Load the models that ``save_state`` saved, and leave none for Accelerate to load."""
+    for i, model in enumerate(models):
+        suffix = f"_{i}" if i else ""
+        path = Path(folder) / f"model{suffix}.safetensors"
+        if path.exists():
+            values = load_file(path)
+            named = dict(model.named_parameters(remove_duplicate=False))
+            first = {id(named[n]): values[n] for n in values if n in named}
+            for n, p in named.items():  # tied parameters are in the file once
+                if id(p) in first:
+                    values.setdefault(n, first[id(p)])
+            model.load_state_dict(values)
+        else:
+            path = Path(folder) / f"pytorch_model{suffix}.bin"
+            model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    models.clear()
 
 
 def check(accelerator: Accelerator) -> None:

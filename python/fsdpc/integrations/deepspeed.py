@@ -94,8 +94,8 @@ def initialize(
         Sharded in place, with rank 0's values, unless part of it already is; it stays on its
         device.
     optimizer : Optimizer or callable, optional
-        An optimizer for the model's parameters, which switches to the pieces, or a function that
-        creates one from parameters. By default the configuration's.
+        An optimizer for the model's parameters, which switches to the sharded ones, or a function
+        that creates one from parameters. By default the configuration's.
     model_parameters : iterable, optional
         Parameters or parameter groups from before sharding; by default all that require gradients.
     training_data : Dataset, optional
@@ -216,7 +216,7 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(
     said: Mapping[str, Any], given: Any, model: nn.Module, groups: Any, places: Any
 ) -> Any:
-    """Return an optimizer for the sharded pieces."""
+    """Return an optimizer for the sharded parameters."""
     params: Any = [p for p in model.parameters() if p.requires_grad]
     if groups is not None and groups and isinstance(groups[0], Mapping):
         params = [{**g, "params": moved(g["params"], places)} for g in groups]

@@ -112,7 +112,7 @@ class FsdpcStrategy(DDPStrategy):
         return False
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module if necessary, and create optimizers for its pieces (collective)."""
+        """Shard the module if necessary, and create optimizers for its parameters (collective)."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
@@ -165,12 +165,12 @@ class FsdpcStrategy(DDPStrategy):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return full parameters on rank 0, or each rank's rows (collective)."""
+        """Return full parameters on rank 0, or DTensors (collective)."""
         assert self.lightning_module is not None
         return _model_state(self.lightning_module, self._sharded)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return full states on rank 0, indexed as in torch, or each rank's rows (collective)."""
+        """Return full states on rank 0, indexed as in torch, or DTensors (collective)."""
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -246,8 +246,8 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
 
     Notes
     -----
-    ``fabric.setup(model, optimizer)`` switches the optimizer to the pieces, even if it was created
-    earlier. A checkpoint contains exactly one model, which ``state`` must include.
+    ``fabric.setup(model, optimizer)`` switches the optimizer to the sharded parameters, even if it
+    was created earlier. A checkpoint contains exactly one model, which ``state`` must include.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> Any:
-        """Shard a module and make the optimizers update its pieces (collective)."""
+        """Shard a module and make the optimizers update its sharded parameters (collective)."""
         places = places_of(module)
         self.setup_module(module)
         for optimizer in optimizers:
@@ -397,14 +397,14 @@ def _refuse_callbacks(trainer: Trainer) -> None:
 
 
 def _model_state(module: nn.Module, sharded: bool) -> dict[str, Any]:
-    """Return each rank's rows, or full parameters on rank 0 (collective)."""
+    """Return DTensors, or full parameters on rank 0 (collective)."""
     if sharded:
         return get_model_state_dict(module, sharded=True)
     return get_model_state_dict(module, rank0_only=True)
 
 
 def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[str, Any]:
-    """Return each rank's rows, or the unsharded optimizer's full states on rank 0 (collective)."""
+    """Return DTensors, or the unsharded optimizer's full states on rank 0 (collective)."""
     if sharded:
         return get_optimizer_state_dict(module, optimizer, sharded=True)
     states = get_optimizer_state_dict(module, optimizer, rank0_only=True)

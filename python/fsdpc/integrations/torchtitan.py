@@ -64,7 +64,7 @@ def parallelize(
         raise NotImplementedError(f"parallel dimensions {asked}: fsdpc shards only over data")
     if getattr(parallelism, "spmd_backend", "default") in ("full_dtensor", "spmd_types"):
         raise NotImplementedError(
-            f"spmd_backend {parallelism.spmd_backend!r}: there are no DTensors here; set "
+            f"spmd_backend {parallelism.spmd_backend!r}: only parameters are DTensors here; set "
             "parallelism.spmd_backend to 'partial_dtensor'"
         )
     if compile_config.enable and "model" in compile_config.components:

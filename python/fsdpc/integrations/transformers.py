@@ -90,7 +90,7 @@ class ShardedTrainer:
         check(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Shard the model and create an optimizer for its pieces (collective)."""
+        """Shard the model and create an optimizer for its sharded parameters (collective)."""
         self._shard()
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if not isinstance(optimizer, WholeStateOptimizer):

@@ -209,11 +209,12 @@ def sharding_layout(
     replicate, shard = grid(mesh, strategy)
     known: dict[Any, tuple[list[list[Piece]], int, tuple[int, ...]]] = {}
     units = []
+    apart = _is_torch(model)
     for name, kind, params, frozen, whole in _sharded(model) or _planned(model, plan):
         specs = tuple((dtype, shape) for _, dtype, shape in params)
         key = specs, frozen, whole
         if key not in known:
-            known[key] = _pieces(specs, frozen, whole, shard)
+            known[key] = _pieces(specs, frozen, whole, shard, apart)
         pieces, held, padding = known[key]
         units.append(
             UnitLayout(
@@ -251,12 +252,17 @@ def _sharded(model: Any) -> list[_Unit]:
     return list(found.values())
 
 
+def _is_torch(model: Any) -> bool:
+    """Return whether each parameter of a model has a band of its own, as DTensors need."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
 def _planned(model: Any, plan: Any) -> list[_Unit]:
     blocks = model.blocks() if callable(getattr(model, "blocks", None)) else []
-    torch = sys.modules.get("torch")
     if plan is None:
         groups = [([block], {}) for block in blocks]
-    elif torch is not None and isinstance(model, torch.nn.Module):
+    elif _is_torch(model):
         from fsdpc.torch._plan import groups_of
 
         groups = groups_of([model], plan)
@@ -290,6 +296,7 @@ def _pieces(
     frozen: tuple[bool, ...],
     whole: tuple[int, ...],
     ranks: int,
+    band_per_param: bool,
 ) -> tuple[list[list[Piece]], int, tuple[int, ...]]:
     """Return each parameter's pieces, the shard size in bytes, and each rank's padding."""
     pieces: list[list[Piece]] = [[] for _ in specs]
@@ -304,7 +311,9 @@ def _pieces(
             for p, is_frozen in zip(params, frozen, strict=True):
                 p.requires_grad = not is_frozen
             comm = _core.Comm(rank, ranks, None)
-            unit = _core.Unit("layout", names, params, comm, whole=list(whole))
+            unit = _core.Unit(
+                "layout", names, params, comm, whole=list(whole), band_per_param=band_per_param
+            )
             real = 0
             for i, (_, _, first, numel, *_) in enumerate(_core.unit_places(unit)):
                 real += numel * specs[i][0].itemsize

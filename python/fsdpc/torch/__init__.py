@@ -21,6 +21,7 @@ import fsdpc.torch._version  # noqa: F401, before imports that an old torch lack
 from fsdpc.sharding.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import backend, optim, sharded_grad_scaler, wrap
+from fsdpc.torch._install import install, uninstall
 from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.ddp import DistributedDataParallel
@@ -45,10 +46,11 @@ __all__ = [
     "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
     "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
-    "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "optim",
+    "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "install",
+    "optim",
     "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
     "shard_by_plan", "sharded_grad_scaler", "size_based_auto_wrap_policy", "summon_full_params",
-    "transformer_auto_wrap_policy", "use_kernels", "wrap",
+    "transformer_auto_wrap_policy", "uninstall", "use_kernels", "wrap",
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The torch part of ``fsdpc.checkpoint``: modules, optimizers and random number generators.
 
-A unit's parameters are pieces over the engine's masters, and are read and written like those of
+The rows of a unit's parameters are the engine's masters, and are read and written like those of
 native modules. All other parameters and all buffers are whole on every rank. Options that select an
 implementation (``foreach``, ``fused``) are not saved, so that the checkpoints of one frontend load
 in the other.
@@ -28,7 +28,8 @@ from fsdpc.checkpoint.shards import (
     shards_of,
 )
 from fsdpc.torch import _device
-from fsdpc.torch._unit import PieceInfo, UnitState, states_of
+from fsdpc.torch._dtensor import local_of
+from fsdpc.torch._unit import ShardInfo, UnitState, states_of
 from fsdpc.torch.optim import FlatOptimizer
 from fsdpc.torch.state_dict import local_state_dict
 
@@ -38,7 +39,7 @@ _HOW = {
 
 
 def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
-    """Map the ``id()`` of each piece and unsharded parameter to its unit and index."""
+    """Map the ``id()`` of each sharded and unsharded parameter to its unit and index."""
     _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
     for state in states_of(model):
@@ -55,8 +56,8 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
                 "so that what was written there counts"
             )
         state.torch_unit.follow()
-        for i, piece in enumerate(state.pieces):
-            found[id(piece)] = state, i
+        for i, param in enumerate(state.params):
+            found[id(param)] = state, i
         for i, full in enumerate(state.unsharded):
             found[id(full)] = state, i
     return found
@@ -80,7 +81,7 @@ def _(model: nn.Module, write: bool) -> Held:
     units = _units(model)
     named = _tensors(model)
     first_names: dict[int, str] = {}
-    pieces: list[Shard] = []
+    shards: list[Shard] = []
     aliases: dict[str, str] = {}
     for name, t in named.items():
         if id(t) in first_names:
@@ -88,9 +89,9 @@ def _(model: nn.Module, write: bool) -> Held:
             continue
         first_names[id(t)] = name
         if id(t) in units:
-            pieces.append(_piece(name, *units[id(t)], write))
+            shards.append(_shard(name, *units[id(t)], write))
         else:
-            pieces.append(plain_shard(name, _memory(name, t)))
+            shards.append(plain_shard(name, _memory(name, t)))
 
     def loaded(names: Collection[str]) -> None:
         for name in names:
@@ -100,10 +101,10 @@ def _(model: nn.Module, write: bool) -> Held:
                 state.trust(i)
 
     sharded = [(state.unit, state.recipe.where.strategy) for state in states_of(model)]
-    return Held(pieces, aliases, sharded, loaded)
+    return Held(shards, aliases, sharded, loaded)
 
 
-def _piece(name: str, state: UnitState, i: int, write: bool) -> Shard:
+def _shard(name: str, state: UnitState, i: int, write: bool) -> Shard:
     if i in state.missing and not write:
         raise RuntimeError(
             f"parameter '{name}' was on the meta device and has no values to save yet: load "
@@ -136,13 +137,13 @@ class _Access(StateAccess):
         self.names = {}
         for name, t in _tensors(model).items():
             self.names.setdefault(id(t), name)
-            if id(t) in units:  # an optimizer holds the piece at any time
+            if id(t) in units:  # an optimizer holds the sharded parameter at any time
                 state, i = units[id(t)]
-                self.names.setdefault(id(state.pieces[i]), name)
+                self.names.setdefault(id(state.params[i]), name)
 
     def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
         info = getattr(p, "fsdpc", None)
-        if not isinstance(info, PieceInfo):
+        if not isinstance(info, ShardInfo):
             return tuple(p.shape), 0, distributed.rank()
         _, first, replica, _ = _core.master_shard(info.unit, info._index, False)
         return tuple(info.shape), first, replica
@@ -176,7 +177,7 @@ class _FlatAccess(_Access):
 
 
 class _TorchAccess(_Access):
-    """Access to torch's own elementwise optimizers, whose parameters may be pieces or whole.
+    """Access to torch's own elementwise optimizers, whose parameters may be sharded.
 
     If an optimizer does not count its steps (SGD), the checkpoint records one step if states exist.
     """
@@ -199,13 +200,14 @@ class _TorchAccess(_Access):
                     f"{self.kind} keeps '{key}' of '{self.names[id(p)]}', which is not element by "
                     "element of the parameter: a checkpoint has no place for it"
                 )
-            rows[key] = value
+            rows[key] = local_of(value)
         return rows
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
         rows = self._rows(p)
         if wanted is not None:
-            rows = self.made[id(p)] = {key: torch.zeros_like(p).detach() for key in wanted}
+            self.made[id(p)] = {key: torch.zeros_like(p).detach() for key in wanted}
+            rows = {key: local_of(value) for key, value in self.made[id(p)].items()}
         name = self.names[id(p)]
         return {key: _memory(f"{name}.{key}", value) for key, value in rows.items()}
 

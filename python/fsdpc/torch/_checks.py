@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc import _core, distributed
 from fsdpc.sharding.rules import Inside
-from fsdpc.torch import _device, _forward, _rows
-from fsdpc.torch._unit import PieceInfo, UnitState
+from fsdpc.torch import _device, _forward, _shards
+from fsdpc.torch._unit import ShardInfo, UnitState
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
 
 
@@ -81,7 +81,7 @@ def check_module(module: nn.Module) -> None:
                 )
 
 
-#: Wrappers that treat pieces as whole parameters, or shard parameters themselves.
+#: Wrappers that treat sharded parameters as whole parameters, or shard parameters themselves.
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel"),
@@ -96,7 +96,7 @@ def _wrapper(module: nn.Module) -> str:
 
 
 def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raise if a wrapper around a sharded module treats pieces as whole parameters."""
+    """Raise if a wrapper around a sharded module treats sharded parameters as whole parameters."""
     if name not in ("module", "_fsdp_wrapped_module") or not isinstance(inner, nn.Module):
         return
     wrapper = _wrapper(outer)
@@ -106,12 +106,12 @@ def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None
     if wrapper.endswith("DistributedDataParallel"):  # other wrappers do not honour the ignore list
         left = getattr(inner, "_ddp_params_and_buffers_to_ignore", left)
     named = inner.named_parameters()
-    piece = next((p for key, p in named if hasattr(p, "fsdpc") and key not in left), None)
-    if piece is not None:
+    held = next((p for key, p in named if hasattr(p, "fsdpc") and key not in left), None)
+    if held is not None:
         raise RuntimeError(
             f"{wrapper} around {type(inner).__name__}, which fsdpc shards: this rank has "
-            f"{piece.fsdpc}, which it would take for the whole parameter. Units reduce "  # type: ignore[attr-defined]
-            "gradients over ranks themselves: leave it out, or let DDP ignore pieces (replicate() "
+            f"{held.fsdpc}, which it would take for the whole parameter. Units reduce "  # type: ignore[attr-defined]
+            "gradients over ranks themselves: leave it out, or let DDP ignore them (replicate() "
             "has ignored_modules) where other parameters need it. accelerate's prepare(model), and "
             "so transformers' Trainer, adds it: use fsdpc.integrations.accelerate.prepare() and "
             "fsdpc.integrations.transformers.Trainer"
@@ -137,7 +137,7 @@ def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]]
     cut = next((p.fsdpc for p in whole if getattr(p, "fsdpc", None) and p.fsdpc.is_cut), None)  # type: ignore[attr-defined]
     if cut is not None:
         raise ValueError(
-            f"whole_params has a piece of a parameter that is cut already, {cut}: list parameters "
+            f"whole_params has a parameter that is cut already, {cut}: list parameters "
             "before the first fully_shard"
         )
     own = {id(p) for _, p in found}
@@ -236,7 +236,7 @@ def check_parameter(
 ) -> None:
     """Raise if a parameter of these modules cannot be sharded."""
     holder = getattr(p, "_fsdpc_sharded", None) or getattr(p, "fsdpc", None)
-    if isinstance(holder, PieceInfo):
+    if isinstance(holder, ShardInfo):
         for outer in holder._state.modules:
             for inner in modules:
                 if any(inner is m for m in outer.modules()):
@@ -304,32 +304,6 @@ def check_kind(name: str, p: nn.Parameter) -> None:
         raise TypeError(f"parameter '{name}': {error}, {leave}") from None
 
 
-#: Optimizers that are not elementwise: their updates read rows, columns or products.
-STRUCTURED = frozenset({"Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo"})
-
-
-_STATE_DICT, _ACCELERATE = "torch.distributed.checkpoint.state_dict", "accelerate.checkpointing"
-
-
-def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the caller would mistake this rank's rows of the states for whole states."""
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame is None:
-            return
-        reader = frame.f_globals.get("__name__")
-        # torch's functions accept rows, unless an option requests whole states.
-        info = frame.f_locals.get("info") if reader == _STATE_DICT else None
-        if reader == _ACCELERATE or getattr(info, "full_state_dict", False):
-            raise NotImplementedError(
-                f"{reader} takes states of {type(optimizer).__name__} for whole ones, and "
-                "this rank has rows of them: use get_optimizer_state_dict and "
-                "set_optimizer_state_dict of fsdpc.torch, or fsdpc.checkpoint (or prepare it by "
-                "fsdpc.integrations.accelerate)"
-            )
-        frame = frame.f_back  # type: ignore[assignment]
-
-
 class _Sharded:
     """The number of units; an optimizer checked at a lower count may hold replaced parameters."""
 
@@ -337,14 +311,14 @@ class _Sharded:
 
 
 def mark_replaced(params: list[tuple[str, nn.Parameter]], state: UnitState) -> None:
-    """Record for optimizers that a unit's pieces have replaced these parameters."""
+    """Record for optimizers that a unit's sharded parameters have replaced these parameters."""
     _Sharded.units += 1
     for i, (name, p) in enumerate(params):
         p._fsdpc_sharded = f"'{name}' of unit '{state.unit.name}'"  # type: ignore[attr-defined]
         state.attributes[i].pop("_fsdpc_sharded", None)
 
 
-def _refuse_states(optimizer: torch.optim.Optimizer, info: PieceInfo) -> None:
+def _refuse_states(optimizer: torch.optim.Optimizer, info: ShardInfo) -> None:
     """Raise if the offload policy moves states, because this optimizer allocates its own states."""
     offload = info.unit.offload
     if offload is not None and offload[3]:  # states
@@ -362,7 +336,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     checked = (len(optimizer.param_groups), _Sharded.units)
     if getattr(optimizer, "_fsdpc_checked", None) == checked:
         return
-    structured = next((c for c in type(optimizer).__mro__ if c.__name__ in STRUCTURED), None)
     sharded = False
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -374,22 +347,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
                 )
             info = getattr(p, "fsdpc", None)
             sharded |= info is not None
-            if info is not None and not hasattr(optimizer, "piece_state"):
+            if info is not None and not hasattr(optimizer, "shard_state"):
                 _refuse_states(optimizer, info)
-            if structured is not None and getattr(info, "is_cut", False):
-                raise NotImplementedError(
-                    f"{structured.__name__} reads whole parameters, and this rank has {info} "
-                    "alone: name them in fully_shard(whole_params=...), or use an optimizer that "
-                    "steps each element by itself (AdamW, SGD, Lion)"
-                )
     if sharded and not hasattr(optimizer, "_fsdpc_checked"):
-        refuse_reader(optimizer)  # the caller may itself make the first step
-        optimizer.register_state_dict_pre_hook(refuse_reader)
-        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-            optimizer.register_state_dict_post_hook(_rows.mark_all)
-            optimizer.register_load_state_dict_pre_hook(_rows.check_all)
-            for p, state in optimizer.state.items():  # loaded before the first step
-                state.update({k: _rows.check(p, k, v) for k, v in state.items()})
+        optimizer.register_load_state_dict_pre_hook(_shards.check_all)
+        for p, state in optimizer.state.items():  # loaded before the first step
+            for key, value in state.items():
+                _shards.check(p, key, value)
     optimizer._fsdpc_checked = checked  # type: ignore[attr-defined]
 
 

@@ -1,9 +1,9 @@
-"""Apply ``.to()``, ``.double()`` and other ``nn.Module._apply`` calls to pieces.
+"""Apply ``.to()``, ``.double()`` and other ``nn.Module._apply`` calls to sharded parameters.
 
 A new dtype changes the layout, so the unit is rebuilt from its parameters, which are gathered and
 converted. This is possible only before the first forward, when the units get a common parameter
 buffer, and only if no optimizer uses the unit's memory. All other changes are written to the
-pieces.
+parameters' rows.
 """
 
 from __future__ import annotations
@@ -30,31 +30,49 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         A unit cannot be updated; in this case nothing has changed.
     """
     states = states_of(module)
-    bare = [(s, i) for s in states for i, p in enumerate(s.pieces) if p.is_meta]
-    emptied = bool(bare) and not fn(torch.empty(0, device="meta")).is_meta
     changing = [s for s in states if _changes(s, fn)]
     for state in changing:
         _check(state)
     for state in states:
         state.torch_unit.follow()
+    missing = any(s.missing for s in states)
+    emptied = missing and not fn(torch.empty(0, device="meta")).is_meta
     on_meta = [each for each in _buffers(module) if each[3].is_meta]
-    trusted = [(s, set(range(len(s.pieces))).difference(s.written())) for s in states]
-    result = apply(fn, recurse)
-    for state in changing:
-        if any(p.dtype is not d for p, d in zip(state.pieces, state.dtypes, strict=True)):
-            _make_again(state, fn)  # unless a unit inside already did
-    for state, pieces in trusted:
-        state.torch_unit.follow()
-        for i in pieces - state.missing:
-            state.trust(i)
-    for state, i in bare if emptied else ():
-        state.give_memory(i)
-        state.trusted[i] = state.pieces[i]._version  # a later write then counts as initialisation
+    slots = [(owner, key, owner[key]) for s in states for owner, key, _ in s.slots]
+    try:
+        for owner, key, _ in slots:
+            owner[key] = None
+        result = apply(fn, recurse)
+    finally:
+        for owner, key, value in slots:
+            owner[key] = value
+    for state in states:
+        if state in changing:
+            _make_again(state, fn)
+        else:
+            _change_rows(state, fn, emptied)
     for name, owner, key, _ in on_meta:
         buffer = owner[key]
         if not buffer.is_meta and buffer.numel():
             module._fsdpc_state.blank_buffers.append((name, owner, key, weakref.ref(buffer)))
     return result
+
+
+def _change_rows(state: UnitState, fn: Change, emptied: bool) -> None:
+    """Write a conversion's values into the rows; ``emptied``: it gave meta tensors memory."""
+    written = state.written()
+    for i, rows in enumerate(state.rows):
+        if i in state.missing:
+            if emptied:
+                state.give_memory(i)
+                state.trusted[i] = state.version(i)  # a later write then counts as initialisation
+            continue
+        with torch.no_grad():
+            changed = fn(rows.detach())
+            if changed.data_ptr() != rows.data_ptr():
+                rows.copy_(changed)
+        if i not in written:
+            state.trust(i)
 
 
 def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
@@ -68,7 +86,7 @@ def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, to
 
 
 def _changes(state: UnitState, fn: Change) -> bool:
-    """Return whether the dtype of any piece would change."""
+    """Return whether the dtype of any parameter would change."""
     for dtype in set(state.dtypes):
         after = fn(torch.empty(0, dtype=dtype, device=_device.home()))
         if after.device != _device.home():

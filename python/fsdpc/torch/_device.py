@@ -30,7 +30,7 @@ def on_cpu() -> bool:
 
 
 def home() -> torch.device:
-    """Return the device that all pieces and unsharded parameters are on."""
+    """Return the device that all sharded and unsharded parameters are on."""
     return torch.device("cpu") if on_cpu() else torch.device("cuda", _core.device_ordinal())
 
 
@@ -65,7 +65,7 @@ def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.T
     if isinstance(what, torch.Tensor):
         dtype, rows = what.dtype, to_engine(what)
     else:
-        dtype, rows = state.dtypes[index], what  # the unit's: a conversion changes pieces first
+        dtype, rows = state.dtypes[index], what  # the unit's: a conversion changes tensors first
         dtype = _grad_dtype(dtype) if what else dtype
     full = torch.empty(state.shapes[index], dtype=dtype, device=home())
     state.unit.collect(index, rows, to_engine(full))

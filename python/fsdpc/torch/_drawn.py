@@ -1,11 +1,10 @@
-"""Detect parameters whose pieces were initialised with identical random numbers.
+"""Detect parameters whose rows were initialised with identical random numbers.
 
-After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` draws from the same random
-numbers on every rank. Different rows then get the same values, and so do different parameters if
-pieces are whole. The model would train, but badly. Before the first forward, ranks therefore
-compare the first elements of all pieces that were written directly rather than from a full
-parameter. If two ranks' elements are the same up to a scale factor, and not constant, the ranks
-raise an error.
+``for p in model.parameters(): nn.init.normal_(p.to_local())`` draws the same random numbers on
+every rank. Different rows then get the same values, and so do different parameters that are not
+cut. The model would train, but badly. Before the first forward, ranks therefore compare the first
+elements of all rows that were written directly rather than from a full parameter. If two ranks'
+elements are the same up to a scale factor, and not constant, the ranks raise an error.
 
 The check misses writes through ``.data``, and values that narrow dtypes round differently.
 """
@@ -42,8 +41,8 @@ def check_drawn(states: list[UnitState]) -> None:
     at = 0
     for state in states:
         for i in state.written():
-            marks[at + i] = _mark(state.pieces[i])
-        at += len(state.pieces)
+            marks[at + i] = _mark(state.rows[i])
+        at += len(state.params)
     every = comm.all_gather(_core.tensor(marks)).numpy()
     seen: dict[int, tuple[int, int]] = {}
     for rank, row in enumerate(every.tolist()):
@@ -51,16 +50,16 @@ def check_drawn(states: list[UnitState]) -> None:
             other, j = seen.setdefault(mark, (rank, k)) if mark else (rank, k)
             if other != rank:
                 raise RuntimeError(
-                    f"parameters were initialised piece by piece, with equal generators: rank "
+                    f"parameters were initialised rank by rank, with equal generators: rank "
                     f"{rank} has the same numbers in its rows of {names[k]} as rank {other} in its "
                     f"own of {names[j]}. Call reset_parameters() or model.apply(fn), or draw "
                     "inside summon_full_params(model), where parameters are full"
                 )
 
 
-def _mark(piece: torch.Tensor) -> int:
-    """Return a positive hash of a piece's first elements, or 0 if they are constant."""
-    begin = piece.detach().reshape(-1)[:_BEGIN].cpu().double()
+def _mark(rows: torch.Tensor) -> int:
+    """Return a positive hash of the first elements of rows, or 0 if they are constant."""
+    begin = rows.detach().reshape(-1)[:_BEGIN].cpu().double()
     if begin.numel() < 2 or bool((begin == begin[0]).all()):
         return 0
     if begin.numel() == _BEGIN:  # enough to compare roughly, with the scale divided out

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fsdpc import _core
 from fsdpc.torch import _profile
+from fsdpc.torch._dtensor import RUNNING
 from fsdpc.torch._late import Registered, check_late
-from fsdpc.torch._reads import RUNNING
 from fsdpc.torch._structures import returned
 from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 
@@ -163,7 +163,7 @@ def _refuse_transform(module: Any) -> NoReturn:
 
 def _explain(module: Any, state: UnitState, error: BaseException) -> None:
     """Raise an error that names the torch feature that has replaced parameters, if any."""
-    own = {id(p) for p in (*state.pieces, *state.unsharded)}
+    own = {id(p) for p in (*state.params, *state.unsharded)}
     if all(id(owner.get(key)) in own for owner, key, _ in state.slots):
         return
     frame, name = sys._getframe(2), ""
@@ -183,7 +183,7 @@ def _run_on_copies(
 ) -> Any:
     """Run a forward on the private copies of ``summon_full_params``, without communication."""
     name = type(module).__name__
-    if any(owner[key] is state.pieces[i] for owner, key, i in state.slots):
+    if any(owner[key] is state.params[i] for owner, key, i in state.slots):
         raise RuntimeError(
             f"{name} was called inside summon_full_params(rank0_only=True) on a rank that keeps "
             "its rows there: call it only on rank 0, or summon on all ranks"

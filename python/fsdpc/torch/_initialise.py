@@ -1,10 +1,10 @@
 """Initialise sharded modules by running their initialisation code on full parameters.
 
-``nn.init`` on pieces would give ranks the same numbers for different rows, and would use the wrong
-fan-in. Parameters are therefore private full copies inside ``reset_parameters()`` of a unit's
-modules, inside ``apply(fn)``, and while adapters are merged. Afterwards, ranks compare their copies
-(or use rank 0's, with ``sync_module_states``) and keep their own rows. If the ranks' generators are
-identical, the values equal those of the plain model.
+Initialisation code may read values, or use operations that DTensors lack. Parameters are therefore
+private full copies inside ``reset_parameters()`` of a unit's modules, inside ``apply(fn)``, and
+while adapters are merged. Afterwards, ranks compare their copies (or use rank 0's, with
+``sync_module_states``) and keep their own rows. If the ranks' generators are identical, the values
+equal those of the plain model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdpc import _core
 from fsdpc.distributed.agree import check_agreement
+from fsdpc.torch import _device
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
@@ -61,19 +62,21 @@ def full_values(states: list[UnitState]) -> Iterator[None]:
     This does nothing inside forward and backward, or for units that already use copies.
     """
     states = [s for s in states if not (s.summoned or s.is_running)]
-    with on_copies(states, [[_full(s, i) for i in range(len(s.pieces))] for s in states]) as now:
+    with on_copies(states, [[_full(s, i) for i in range(len(s.params))] for s in states]) as now:
         yield
         for state, unsharded in zip(states, now(), strict=True):
             _take(state, unsharded)
 
 
 def _full(state: UnitState, index: int) -> nn.Parameter:
-    piece = state.pieces[index]
+    param = state.params[index]
     if index in state.missing:
-        value = piece.new_full(state.shapes[index], float("nan"))
+        value = torch.full(
+            state.shapes[index], float("nan"), dtype=param.dtype, device=_device.home()
+        )
     else:
         value = full_value(state, index)
-    full = nn.Parameter(value, piece.requires_grad)
+    full = nn.Parameter(value, param.requires_grad)
     full.__dict__.update(state.attributes[index])
     return full
 

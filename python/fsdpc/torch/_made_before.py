@@ -1,4 +1,4 @@
-"""Put pieces into optimizers that were created before their model was sharded."""
+"""Put sharded parameters into optimizers that were created before their model was sharded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def moved(params: Iterable[Any], places: Places) -> list[Any]:
     return [p if at is None else at[0][at[1]] for p, at in found]
 
 
-def give_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Replace the parameters in an optimizer's groups with pieces."""
+def give_params(optimizer: torch.optim.Optimizer, places: Places) -> None:
+    """Replace the parameters in an optimizer's groups with sharded parameters."""
     for group in optimizer.param_groups:
         group["params"] = moved(group["params"], places)
 
@@ -48,10 +48,10 @@ def optimizers_over(places: Places) -> list[torch.optim.Optimizer]:
     ]  # fmt: skip
 
 
-def give_whole_pieces(optimizer: torch.optim.Optimizer, places: Places) -> None:
-    """Like :func:`give_pieces`, but for pieces that are whole parameters; the states are kept."""
+def give_whole(optimizer: torch.optim.Optimizer, places: Places) -> None:
+    """Like :func:`give_params`, but for parameters that are not cut; the states are kept."""
     states = optimizer.state
     held = [p for p in states if id(p) in places]
-    for p, piece in zip(held, moved(held, places), strict=True):
-        states[piece] = states.pop(p)
-    give_pieces(optimizer, places)
+    for p, param in zip(held, moved(held, places), strict=True):
+        states[param] = states.pop(p)
+    give_params(optimizer, places)

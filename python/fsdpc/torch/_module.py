@@ -31,9 +31,10 @@ from fsdpc.torch._late import watch
 from fsdpc.torch._mesh import as_mesh
 from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Recipe, readers_of, values_of, widened
-from fsdpc.torch._unit import Root, UnitState, make_root
+from fsdpc.torch._torch_mesh import mesh_of
+from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
-from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict, offer_parts
+from fsdpc.torch.state_dict import accept_full
 
 
 class FSDPModule(fsdp_module.FSDPModule):
@@ -181,23 +182,30 @@ class FSDPModule(fsdp_module.FSDPModule):
         """Accept but ignore the option, as all-gathers and reductions never wait for each other."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return full tensors under the plain model's names; collective."""
-        method = super(fsdp_module.FSDPModule, self).state_dict
-        return module_state_dict(self, method, args, kwargs)
+        """Return the parameters' DTensors and the buffers, under the plain model's names."""
+        for state in states_of(self):  # type: ignore[arg-type]
+            if not state.summoned:
+                state.check_slots()
+            state.torch_unit.follow()
+        return super(fsdp_module.FSDPModule, self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors by name; each rank keeps its own rows.
+        """Load full tensors or DTensors by name; each rank keeps its own rows.
 
         Parameters
         ----------
         state_dict : mapping of str to Tensor
-            The same on every rank.
+            Full tensors are the same on every rank.
         strict : bool, default True
             Raise if names differ.
         assign : bool, default False
             Use the tensors' dtypes; values are copied, so different dtypes raise.
         """
-        return module_load_state_dict(self, state_dict, strict, assign)
+        for state in states_of(self):  # type: ignore[arg-type]
+            if not state.summoned:
+                state.check_slots()
+        parent: Any = super(fsdp_module.FSDPModule, self)
+        return parent.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` on every submodule and on this module, with full parameters; collective.
@@ -250,6 +258,7 @@ def fully_shard(
     plan: Any = None,
     master_dtype: torch.dtype | None = None,
     whole_params: Iterable[nn.Parameter] | None = None,
+    dtensor: bool = True,
 ) -> Any:
     """Shard a torch module's parameters over ranks, in place, as FSDP2 does; collective.
 
@@ -289,6 +298,9 @@ def fully_shard(
     whole_params : iterable of nn.Parameter, optional
         Parameters that are not cut: one rank has all rows and updates them, and the others have
         none. This is for optimizers that read whole matrices.
+    dtensor : bool, default True
+        If False, parameters are plain tensors, as in DDP; possible only if nothing is sharded
+        (``strategy="NO_SHARD"``, or one rank).
 
     Returns
     -------
@@ -304,8 +316,8 @@ def fully_shard(
 
     Notes
     -----
-    Outside forward and backward, parameters are this rank's rows: ``nn.Parameter`` objects with
-    ``full_tensor()``, ``to_local()`` and ``fsdpc`` (name, full shape, rows).
+    Outside forward and backward, parameters are DTensors, placed as ``Shard(0)`` over the mesh.
+    Their attribute ``fsdpc`` has the name, the full shape and this rank's rows.
     Source: PyTorch FSDP (Zhao et al. 2023), ``torch.distributed.fsdp.fully_shard``.
 
     Examples
@@ -365,6 +377,9 @@ def fully_shard(
     if _device.on_cpu():
         warn_of_slow_products(modules, {policy.param_dtype or d for d in dtypes})
     kept = {id(p) for p in whole}
+    if not dtensor and where.comms[0].size > 1:
+        raise ValueError(f"dtensor=False, and {where} shards over {where.comms[0].size} ranks")
+    torch_mesh, placements = mesh_of(mesh, where) if dtensor else (None, ())
     recipe = Recipe(
         name=title,
         modules=modules,
@@ -376,8 +391,10 @@ def fully_shard(
         frozen=frozenset(i for i, (_, p) in enumerate(named) if not p.requires_grad),
         synced=sync_module_states,
         offload=offload_policy,
+        mesh=torch_mesh,
+        placements=placements,
     )
-    with torch.inference_mode(False):  # pieces must be trainable in either mode
+    with torch.inference_mode(False):  # sharded parameters must be trainable in either mode
         state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
     for i, (_, p) in enumerate(named):
         if not p.is_meta:
@@ -393,7 +410,10 @@ def fully_shard(
     watch(state, inside)
     _initialise.offer_full(state, [m for _, m in inside])
     refuse_resizing([m for _, m in inside])
-    offer_parts(state, [m for _, m in inside])
+    for _, m in inside:
+        if isinstance(m, nn.TransformerEncoderLayer):  # its fast path reads its linears' weights
+            m.register_forward_pre_hook(_nothing)
+    accept_full(state, [m for _, m in inside])
     return module
 
 
@@ -401,6 +421,10 @@ _FRONTEND = rules.Frontend(
     records=lambda: torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1,
     parameters=lambda module: module._fsdpc_state.unsharded,
 )
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """Hook a forward, so that torch does not take the path without hooks."""
 
 
 def _value(p: nn.Parameter, synced: bool) -> str:

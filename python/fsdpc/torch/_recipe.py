@@ -7,15 +7,18 @@ freed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from fsdpc import _core, distributed
 from fsdpc.sharding import offload
 from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.rules import Found, Inside, Placement
 from fsdpc.torch import _device
+from fsdpc.torch._torch_mesh import owners_of
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
 
@@ -38,6 +41,10 @@ class Recipe:
     synced : bool
         Whether rank 0's initial values are used.
     offload : OffloadPolicy, optional
+    mesh : DeviceMesh of torch, optional
+        The mesh of the parameters, which are DTensors; None for plain parameters.
+    placements : tuple of Placement
+        How parameters are placed on the mesh.
     """
 
     name: str
@@ -50,6 +57,8 @@ class Recipe:
     frozen: frozenset[int]
     synced: bool
     offload: OffloadPolicy | None = None
+    mesh: Any = None
+    placements: tuple[Any, ...] = ()
 
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
         """Create a unit whose parameters have these dtypes but no values yet."""
@@ -73,7 +82,19 @@ class Recipe:
             modules=len(self.modules),
             whole=sorted(self.whole),
             offload=offload.opened(self.offload, self.where.comms[0]),
+            band_per_param=self.mesh is not None,
         )
+
+    def placed(self, i: int, owner: int) -> tuple[Any, tuple[Any, ...]]:
+        """Return the mesh and the placements of a parameter, which only ``owner`` has if not -1.
+
+        A parameter that one rank of each shard group has is replicated on the mesh of these ranks.
+        """
+        if owner < 0 and self.shapes[i]:
+            return self.mesh, self.placements
+        if self.where.comms[0].size == 1:
+            return self.mesh, (Replicate(),) * self.mesh.ndim
+        return owners_of(self.mesh, max(owner, 0)), (Replicate(),)
 
 
 def widened(

@@ -1,14 +1,13 @@
-"""Units of torch parameters: pieces, unsharded parameters, and the root that joins units.
+"""Units of torch parameters: sharded and unsharded parameters, and the root that joins units.
 
-The engine owns the memory, and the tensors here are views of it that are created only once. Pieces
-and their gradients are created with the unit, and unsharded parameters when the root exists.
-TorchUnit (csrc/bind/torch/unit.h) does each step's work; this file runs only at setup or once per
-backward.
+The engine owns the memory, and the tensors here are views of it that are created only once. Sharded
+parameters and their gradients are created with the unit, and unsharded parameters when the root
+exists. TorchUnit (csrc/bind/torch/unit.h) does each step's work; this file runs only at setup or
+once per backward.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,30 +16,22 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim import optimizer as _optimizer
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils import swap_tensors
 
 from fsdpc import _core
 from fsdpc.sharding.rules import Found, Inside, enclosing, name_units, outermost, sharded_modules
-from fsdpc.torch import _device
+from fsdpc.torch import _device, _dtensor
 from fsdpc.torch._buffers import fill_blank
-from fsdpc.torch._copies import PieceCopy, on_rows
-from fsdpc.torch._copies import at_home as copy_at_home
-from fsdpc.torch._dcp import Part
 from fsdpc.torch._drawn import check_drawn
-from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad, at_home
+from fsdpc.torch._dtensor import BareShard, Home, ShardedGrad, ShardedTensor, spec_of
+from fsdpc.torch._grads import Measured
 from fsdpc.torch._recipe import Recipe
-from fsdpc.torch._rows import Home, Rows
 from fsdpc.torch.kernels import target
 from fsdpc.torch.policies import MixedPrecisionPolicy
 
 Slot = tuple[dict[str, Any], str, int]
 
-_grad: Any = torch._C.TensorBase.grad  # as a descriptor
-_unwatched: Callable[..., Any] = torch._C._disabled_torch_function_impl
-_plainly: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-_BECOME_GRADS = frozenset({torch.Tensor, nn.Parameter, PieceCopy, Rows})
-
-_SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
 set_version = torch._C._autograd._unsafe_set_version_counter
@@ -53,8 +44,8 @@ except TypeError:  # torch 2.6 and older accept one tensor
             torch._C._autograd._unsafe_set_version_counter(base, version)
 
 
-class PieceInfo:
-    """Describes a piece: its parameter's ``name`` and full ``shape``, and ``rows`` (begin, end).
+class ShardInfo:
+    """Describes this rank's shard of a parameter: ``name``, full ``shape``, ``rows`` (begin, end).
 
     ``is_cut`` is whether its rows are divided among ranks; otherwise one rank has all of them.
     ``is_spread`` is whether other ranks have different rows, or none.
@@ -65,7 +56,6 @@ class PieceInfo:
         self.shape = shape
         self.is_spread = state.comms[0].size > 1
         self.is_cut = self.is_spread and index not in state.whole
-        self.home: Home = (weakref.ref(state), index)
         _, _, first, numel, *_ = state.places[index]
         row = max(1, shape[1:].numel()) if len(shape) else 1
         self.rows = (first // row, -(-(first + numel) // row))
@@ -84,93 +74,8 @@ class PieceInfo:
         begin, end = self.rows
         return f"rows {begin}:{end} of '{self.name}' {tuple(self.shape)}"
 
-    def __deepcopy__(self, memo: Any) -> PieceInfo:
+    def __deepcopy__(self, memo: Any) -> ShardInfo:
         return self
-
-
-class Piece(Part, nn.Parameter):
-    """A piece of a parameter; any tensor assigned to ``.grad`` becomes rows of a gradient.
-
-    Operations on it are checked first (``_reads.py``).
-    """
-
-    fsdpc: PieceInfo
-
-    __torch_function__ = classmethod(on_rows)  # type: ignore[assignment]
-
-    def _fsdpc_info(self) -> PieceInfo | None:
-        return self.__dict__.get("fsdpc")  # None during construction
-
-    def _fsdpc_home(self) -> Home:
-        return self.fsdpc.home
-
-    def _fsdpc_part(self) -> tuple[int, torch.Size]:
-        return self.fsdpc.rows[0], self.fsdpc.shape
-
-    def _fsdpc_plain(self) -> torch.Tensor:
-        if self.is_meta:
-            raise RuntimeError(f"{self.fsdpc} is on the meta device, and has no values to save")
-        return super()._fsdpc_plain()
-
-    def _fsdpc_staged(self, made: torch.Tensor) -> NoReturn:
-        raise NotImplementedError(
-            f"torch.distributed.checkpoint.async_save of {self.fsdpc}, the parameter itself: give "
-            "it get_model_state_dict(model, sharded=True), which has the same memory"
-        )
-
-    def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view; raise in pipeline schedules that compute weight gradients separately.
-
-        These schedules find a weight in autograd's graph through a view. Pieces are never in the
-        graph, so they would get no gradients.
-        """
-        if sys._getframe(1).f_globals.get("__name__") == _SPLIT_BACKWARD:
-            raise NotImplementedError(
-                f"a pipeline schedule that splits backward, with {self.fsdpc}: "
-                "ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV find "
-                "weights in autograd's graph, which a sharded parameter is not in, and would leave "
-                "it without a gradient. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
-            )
-        return super().view_as(other)
-
-    def _get_grad(self) -> Any:
-        value = _unwatched(_grad.__get__, (), (self,))
-        if type(value) is torch.Tensor:  # from a backward without a forward
-            self._set_grad(value)
-            return self._get_grad()
-        return value
-
-    def _set_grad(self, value: Any) -> None:
-        if type(value) in _BECOME_GRADS:
-            value = at_home(value, self.fsdpc.home)
-        _unwatched(_grad.__set__, (), (self, value))
-
-    grad = property(_get_grad, _set_grad, _grad.__delete__)  # type: ignore[assignment]
-
-    def register_hook(self, hook: Any) -> NoReturn:
-        """Raise an error, because the reductions that create gradients do not run tensor hooks."""
-        raise NotImplementedError(
-            f"register_hook on {self.fsdpc}, where it would never run: "
-            "register_post_accumulate_grad_hook runs when the rows have their gradient"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy_at_home(self._fsdpc_plain(), self.fsdpc.home).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> PieceCopy:
-        copied = copy_at_home(self._fsdpc_plain().clone(), self.fsdpc.home)
-        memo[id(self)] = copied.requires_grad_(self.requires_grad)
-        return copied
-
-
-class BarePiece(Piece):
-    """A piece of a meta-device parameter, until ``to_empty()`` is called or it gets values.
-
-    The engine has already allocated its memory; the piece only claims to be on the meta device.
-    """
-
-    device = torch.device("meta")
-    is_meta = True
 
 
 class UnitState:
@@ -196,10 +101,9 @@ class UnitState:
         self.slots: list[Slot] = [
             (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
         ]
-        self.pieces: list[BarePiece | Piece] = [
-            kind(torch.empty(0, device=_device.home()), p.requires_grad)
-            for kind, p in ((BarePiece if p.is_meta else Piece, p) for _, p, _ in params)
-        ]
+        self.params: list[nn.Parameter] = []
+        self._specs: dict[tuple[int, torch.dtype], DTensorSpec] = {}
+        self._trainable: list[bool] = [p.requires_grad for _, p, _ in params]
         self.guards: list[tuple[dict[str, Any], partial[Any]]] = [
             (m.__dict__, partial(_refuse_call, self, path.rstrip(".")))
             for path, m in readers
@@ -213,38 +117,76 @@ class UnitState:
         )
         self.stand_on(recipe.make(dtypes), dtypes)
         for owner, key, i in self.slots:
-            owner[key] = self.pieces[i]
+            owner[key] = self.params[i]
 
     def stand_on(self, unit: _core.Unit, dtypes: list[torch.dtype]) -> None:
-        """Make pieces views of this unit's masters, and create its TorchUnit."""
+        """Make parameters views of this unit's masters, and create its TorchUnit."""
         self.unit: _core.Unit = unit
         self.dtypes: list[torch.dtype] = dtypes
-        self.places: list[tuple[int, int, int, int, int, int]] = _core.unit_places(unit)
+        self.places: list[tuple[int, int, int, int, int, int, int]] = _core.unit_places(unit)
         self.masters: list[torch.Tensor] = [
             _device.to_torch(m) for m in _core.unit_memory(unit, "master")
         ]
         self.rows: list[torch.Tensor] = [
-            self._rows(self.masters, i, self.places[i][5]) for i in range(len(self.pieces))
-        ]
+            self._rows(self.masters, i, self.places[i][5]).data for i in range(len(self.shapes))
+        ]  # .data: each counts its own writes
         self.is_narrow: bool = any(m.dtype.itemsize < torch.float32.itemsize for m in self.masters)
-        for i, piece in enumerate(self.pieces):
-            piece.grad = None
-            piece.data = self.rows[i]
-            self._describe(i, piece)
-        self.trusted: list[int] = [piece._version for piece in self.pieces]
+        made = [self._make_param(i) for i in range(len(self.shapes))]
+        if self.params:
+            for old, new in zip(self.params, made, strict=True):
+                old.grad = None
+                swap_tensors(old, new)  # optimizers keep the object
+        else:
+            self.params = made
+        self.trusted: list[int] = [self.version(i) for i in range(len(self.params))]
         self.torch_unit: _core.TorchUnit = _core.TorchUnit(
             unit,
             self.slots,
-            self.pieces,
+            self.params,
             self.adopt,
             self._make_grads,
             _device.streams(),
             _device.takes_back(),
-            _plainly,
-            _grad,
+            None if self.recipe.mesh is None else "_local_tensor",
         )
         self.torch_unit.guard(self.guards)
         self._make_grads()
+
+    def _make_param(self, i: int) -> nn.Parameter:
+        requires_grad = self.params[i].requires_grad if self.params else self._trainable[i]
+        made = nn.Parameter(self.wrap(i, self.rows[i]), requires_grad)
+        made.__dict__.update(self.attributes[i])
+        if self.recipe.mesh is not None:
+            made._fsdpc = (weakref.ref(self), i)  # type: ignore[attr-defined]
+            made._fsdpc_is_param = True  # type: ignore[attr-defined]
+            if i in self.missing:
+                made.__class__ = BareShard
+        made.fsdpc = ShardInfo(self, i, self.names[i], self.shapes[i])  # type: ignore[attr-defined]
+        return made
+
+    def wrap(self, i: int, rows: torch.Tensor, kind: type = ShardedTensor) -> Any:
+        """Return rows as a DTensor, or unchanged if parameters are plain, as in DDP."""
+        if self.recipe.mesh is None:
+            return rows
+        home: Home = (weakref.ref(self), i)
+        return _dtensor.wrap(kind, rows, self._spec(i, rows.dtype), home)
+
+    def _spec(self, i: int, dtype: torch.dtype) -> DTensorSpec:
+        """Return the spec of a parameter's tensors, which compare fast because they share it."""
+        if (i, dtype) not in self._specs:
+            mesh, placements = self.recipe.placed(i, self.places[i][6])
+            self._specs[i, dtype] = spec_of(mesh, placements, self.shapes[i], dtype)
+        return self._specs[i, dtype]
+
+    def version(self, i: int) -> int:
+        """Return the version counter of a parameter's rows."""
+        param = self.params[i]
+        return (param._local_tensor if isinstance(param, ShardedTensor) else param)._version
+
+    def own_rows(self, i: int, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a full tensor of a parameter's shape, as a view or a copy."""
+        _, _, first, numel, *_ = self.places[i]
+        return full.reshape(-1)[first : first + numel].view(self.rows[i].shape)
 
     @property
     def is_running(self) -> bool:
@@ -264,47 +206,40 @@ class UnitState:
         if flats is None:
             flats = [_device.to_torch(m) for m in _core.unit_memory(self.unit, "grad")]
         grads = [
-            as_piece_grad(self._rows(flats, i, self.places[i][4]), self, i)
-            for i in range(len(self.pieces))
+            self.wrap(i, self._rows(flats, i, self.places[i][4]).data, ShardedGrad)
+            for i in range(len(self.params))
         ]
         del flats
         for one in self.lent:
             one.users = one.count_users()
         self.torch_unit.place(grads, self.lent or None)
 
-    def _describe(self, i: int, piece: nn.Parameter) -> None:
-        piece.__dict__.update(self.attributes[i])
-        piece.fsdpc = PieceInfo(self, i, self.names[i], self.shapes[i])  # type: ignore[attr-defined]
-        piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
-        piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
-        piece.is_contiguous = partial(_is_contiguous, piece)  # type: ignore[method-assign]
-        piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
-
     def write(self, i: int, full: torch.Tensor) -> None:
-        """Write this rank's rows of a full value into the piece."""
+        """Write this rank's rows of a full value into the parameter."""
         self.torch_unit.follow(i)  # otherwise a replaced `.data` would be adopted later
         self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
     def trust(self, i: int) -> None:
-        """Record that a piece's values came from a full value."""
+        """Record that a parameter's values came from a full value."""
         self.missing.discard(i)
         self.give_memory(i)
-        self.trusted[i] = self.pieces[i]._version
+        self.trusted[i] = self.version(i)
 
     def give_memory(self, i: int) -> None:
-        """Make a piece report its real device, so that it has an address."""
-        self.pieces[i].__class__ = Piece
+        """Make a parameter report its real device."""
+        if isinstance(self.params[i], BareShard):
+            self.params[i].__class__ = ShardedTensor
 
     def written(self) -> list[int]:
-        """Return the pieces that have been written since their rows last came from a full value."""
-        return [i for i, p in enumerate(self.pieces) if p._version != self.trusted[i]]
+        """Return the parameters written since their rows last came from a full value."""
+        return [i for i in range(len(self.params)) if self.version(i) != self.trusted[i]]
 
     def check_slots(self) -> None:
         """Raise if a parameter has been replaced with another object."""
         for owner, key, i in self.slots:
             value = owner.get(key)
-            own = (self.pieces[i], *self.unsharded[i : i + 1])
+            own = (self.params[i], *self.unsharded[i : i + 1])
             if all(value is not p for p in own):
                 raise RuntimeError(
                     f"parameter '{self.names[i]}' of unit '{self.unit.name}' was replaced by a "
@@ -313,9 +248,9 @@ class UnitState:
                 )
 
     def show(self, unsharded: Sequence[nn.Parameter] | None) -> None:
-        """Put full copies into modules and let them be called, or restore the pieces if given None.
+        """Put full copies into modules and let them be called, or restore the params if given None.
 
-        If given the pieces themselves, mark them as summoned and keep the modules from being
+        If given the params themselves, mark them as summoned and keep the modules from being
         called.
         """
         if not self.summoned:
@@ -323,9 +258,9 @@ class UnitState:
                 return
             self.check_slots()
         for owner, key, i in self.slots:
-            owner[key] = (unsharded or self.pieces)[i]
+            owner[key] = (unsharded or self.params)[i]
         self.summoned = unsharded is not None
-        self.torch_unit.lift(self.summoned and unsharded is not self.pieces)
+        self.torch_unit.lift(self.summoned and unsharded is not self.params)
 
     def standing(self, copies: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the private copies that modules have now; raise if a replacement does not fit."""
@@ -357,17 +292,22 @@ class UnitState:
                 owner[key] = p
 
     def adopt(self, i: int) -> None:
-        """Copy the tensor that was assigned to a piece's ``.data`` into the piece's memory."""
-        piece, rows = self.pieces[i], self.rows[i]
-        if piece.shape != rows.shape:
+        """Copy rows that replaced a parameter's into its own memory."""
+        param, rows = self.params[i], self.rows[i]
+        is_sharded = isinstance(param, ShardedTensor)
+        given = param._local_tensor if is_sharded else param.data
+        if given.shape != rows.shape:
             raise ValueError(
-                f"the .data of a parameter was replaced by {tuple(piece.shape)}, and this rank "
-                f"has {piece.fsdpc}, {tuple(rows.shape)}: give it these rows, "  # type: ignore[attr-defined]
+                f"the rows of a parameter were replaced by {tuple(given.shape)}, and this rank has "
+                f"{param.fsdpc}, {tuple(rows.shape)}: give it these rows, "  # type: ignore[attr-defined]
                 "or write full values inside summon_full_params() or by load_state_dict()"
             )
         with torch.no_grad():
-            rows.copy_(piece.data)
-            piece.data = rows
+            rows.copy_(given)
+            if is_sharded:
+                param._local_tensor = rows
+            else:
+                param.data = rows
         self.give_memory(i)
 
     def bind(self, root: Root) -> None:
@@ -391,16 +331,11 @@ class UnitState:
         self.torch_unit.bind(self.unsharded, bases, lent, set_version, at_end, units)
 
 
-# Optimizers check these types to decide whether to use list operations; torch registers DTensor
-# here too.
-_optimizer._foreach_supported_types.append(Piece)
-
-
 @contextmanager
 def on_copies(
     states: Sequence[UnitState], copies: Sequence[Sequence[nn.Parameter]]
 ) -> Iterator[Callable[[], list[list[nn.Parameter]]]]:
-    """Put private copies of the units' parameters into modules; restore the pieces on exit.
+    """Put private copies of the units' parameters into modules; restore the params on exit.
 
     Yields a function that returns the current copies, including replacements.
     """
@@ -420,21 +355,6 @@ def _refuse_call(state: UnitState, path: str, *args: Any, **kwargs: Any) -> Any:
         "method one with register_fsdp_forward_method(), or call unshard() before and reshard() "
         "after"
     )
-
-
-def _local(piece: nn.Parameter) -> nn.Parameter:
-    return piece
-
-
-def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
-    """Behave as for any tensor, but raise if torch's own ``fully_shard`` is the caller."""
-    caller = str(sys._getframe(1).f_globals.get("__name__"))
-    if caller.startswith("torch.distributed.fsdp"):
-        raise RuntimeError(
-            f"torch.distributed.fsdp takes {piece.fsdpc} for a whole parameter, which fsdpc "  # type: ignore[attr-defined]
-            "shards already: leave its fully_shard (or replicate) out"
-        )
-    return torch.Tensor.is_contiguous(piece, *args, **kwargs)
 
 
 def full_value(state: UnitState, index: int) -> torch.Tensor:
@@ -464,13 +384,13 @@ class Root:
         self.finish_spans: Callable[[Root], None]  # set by _profile.py
         self.ending: Callable[[], Any] = _none  # the live callback that autograd will call
 
-    def grads(self) -> list[tuple[UnitState, int, PieceGrad]]:
-        """Return (unit, index, gradient) for each piece that has a gradient."""
+    def grads(self) -> list[tuple[UnitState, int, ShardedTensor]]:
+        """Return (unit, index, gradient) for each parameter that has a gradient."""
         return [
             (s, i, p.grad)
             for s in self.states
-            for i, p in enumerate(s.pieces)
-            if isinstance(p.grad, PieceGrad)
+            for i, p in enumerate(s.params)
+            if isinstance(p.grad, ShardedGrad)
         ]
 
     def at_end(self) -> None:
@@ -489,7 +409,7 @@ class Root:
             self.reset()
 
     def finish(self) -> None:
-        """Wait for reductions and assign gradients to the pieces."""
+        """Wait for reductions and assign gradients to the params."""
         self.ending = _none
         self.measured.outdate()
         for torch_unit in self.rank_dependent:
@@ -516,12 +436,12 @@ class Root:
 
 
 def _run_hooks(state: UnitState) -> None:
-    """Call the pieces' post-accumulate hooks once gradients are complete."""
-    for piece in state.pieces:
-        hooks = piece._post_accumulate_grad_hooks
-        if hooks and piece.grad is not None:
+    """Call the params' post-accumulate hooks once gradients are complete."""
+    for param in state.params:
+        hooks = param._post_accumulate_grad_hooks
+        if hooks and param.grad is not None:
             for hook in list(hooks.values()):
-                hook(piece)
+                hook(param)
 
 
 def states_of(module: nn.Module) -> list[UnitState]:
@@ -532,8 +452,8 @@ def states_of(module: nn.Module) -> list[UnitState]:
 
 def refuse_missing(state: UnitState) -> NoReturn:
     """Raise an error that names the parameters without values; PyTorch checks only for memory."""
-    names = [state.pieces[i].fsdpc.name for i in sorted(state.missing)]
-    meta = all(state.pieces[i].is_meta for i in state.missing)
+    names = [state.params[i].fsdpc.name for i in sorted(state.missing)]
+    meta = all(state.params[i].is_meta for i in state.missing)
     raise RuntimeError(
         f"parameter '{state.names[min(state.missing)]}' of unit '{state.unit.name}' was on the "
         "meta device and has no values yet: load_state_dict(), or initialise it inside "
@@ -570,7 +490,7 @@ def make_root(module: nn.Module) -> Root:
 
 
 def take_grads(states: list[UnitState]) -> None:
-    """Report changed gradients of pieces to the engine, and clean up after abandoned backwards."""
+    """Report changed gradients of params to the engine, and clean up after abandoned backwards."""
     for state in states:
         if state.torch_unit.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
             state.root.reset()

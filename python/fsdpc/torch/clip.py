@@ -11,8 +11,8 @@ from torch import nn
 
 from fsdpc import _core
 from fsdpc.torch import _device
+from fsdpc.torch._dtensor import ShardedTensor, replicated
 from fsdpc.torch._grads import PENDING
-from fsdpc.torch._rows import Whole
 from fsdpc.torch._unit import take_grads
 
 
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     held = [getattr(p, "fsdpc", None) for p in with_grad]
     states = list({id(info._state): info._state for info in held if info is not None}.values())
     whole = None not in held and _hold_whole_units(states, with_grad)
-    # Gradients of narrow pieces are copies, so a factor deferred to the shards would not reach
+    # Gradients of narrow parameters are copies, so a factor deferred to the shards would not reach
     # them.
     if not states or not whole or any(s.is_narrow for s in states):
         return torch.nn.utils.clip_grad_norm_(
@@ -87,10 +87,13 @@ def clip_grad_norm_(
         total = _device.to_torch(_core.clip_grads(units, [], float(norm_type), float(max_norm)))
     PENDING.add(s for s in states if s.torch_unit.has_factor)
     wide = torch.float64 if any(p.dtype is torch.float64 for p in with_grad) else torch.float32
-    return total.to(wide).as_subclass(Whole)
+    total = total.to(wide)
+    ours = with_grad[0]
+    mesh = states[0].recipe.mesh
+    return replicated(total, ours, mesh) if isinstance(ours, ShardedTensor) else total
 
 
 def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:
-    """Return whether the parameters include every piece of these units that has a gradient."""
+    """Return whether the parameters include every parameter of these units that has a gradient."""
     held = {id(p) for p in params}
-    return all(p.grad is None or id(p) in held for s in states for p in s.pieces)
+    return all(p.grad is None or id(p) in held for s in states for p in s.params)

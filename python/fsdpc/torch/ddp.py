@@ -124,7 +124,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
             outer=True,
         )
         for optimizer in made:
-            _made_before.give_whole_pieces(optimizer, places)
+            _made_before.give_whole(optimizer, places)
         ours: Any = module
         ours.__class__ = sharded_class(cls, plain_class(type(module)), cls.__name__)
         ours.forward_sync_buffers = at_forward

@@ -172,26 +172,13 @@ class FullyShardedDataParallel(FSDPModule):
             return super().state_dict(*args, **kwargs)
         if rows:
             return state_dict.local_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
+        call = super().state_dict
         if rank0_only:
             full = state_dict.get_model_state_dict(self, rank0_only=True)  # type: ignore[arg-type]
             found = {} if kwargs.get("destination") is None else kwargs["destination"]
             found.update({kwargs.get("prefix", "") + name: t for name, t in full.items()})
             return found
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a :meth:`state_dict` result: full tensors or this rank's pieces.
-
-        Parameters
-        ----------
-        state_dict : mapping of str to Tensor
-            Every rank passes the full tensors.
-        strict : bool, default True
-        assign : bool, default False
-        """
-        if _wanted(self, "state_dict_config")[0]:
-            return nn.Module.load_state_dict(self, state_dict, strict)  # type: ignore[arg-type]
-        return super().load_state_dict(state_dict, strict, assign)
+        return state_dict.module_state_dict(self, call, args, kwargs)
 
     @staticmethod
     def set_state_dict_type(
@@ -208,14 +195,12 @@ class FullyShardedDataParallel(FSDPModule):
         if kind is fsdp.StateDictType.LOCAL_STATE_DICT:
             raise NotImplementedError(
                 "LOCAL_STATE_DICT holds FSDP1's flat parameters, which do not exist here: "
-                "SHARDED_STATE_DICT has this rank's pieces by name"
+                "SHARDED_STATE_DICT has DTensors by name"
             )
         what = kind.name.partition("_")[0].title()  # Full or Sharded
         for config in (state_dict_config, optim_state_dict_config):
             if config is not None and type(config).__name__.startswith("Full") != (what == "Full"):
                 raise ValueError(f"{type(config).__name__} does not go with {kind.name}")
-            if getattr(config, "_use_dtensor", False):
-                raise NotImplementedError("_use_dtensor: pieces are plain tensors")
         settings = fsdp.StateDictSettings(
             kind,
             state_dict_config or getattr(fsdp, f"{what}StateDictConfig")(),
@@ -458,7 +443,7 @@ def _shard(
 ) -> None:
     precision, synced = options["mixed_precision"], options["sync_module_states"]
     if getattr(precision, "keep_low_precision_grads", False):
-        raise NotImplementedError("keep_low_precision_grads: gradients have the pieces' dtype")
+        raise NotImplementedError("keep_low_precision_grads: gradients have the parameters' dtype")
     mesh, strategy = _mesh(
         options["sharding_strategy"], options["process_group"], options["device_mesh"]
     )
@@ -480,6 +465,7 @@ def _shard(
         mp_policy=policy or MixedPrecisionPolicy(cast_forward_inputs=outer),
         ignored_params=ignored,
         sync_module_states=synced,
+        dtensor=strategy is not ShardingStrategy.NO_SHARD,
     )
     kind = FullyShardedDataParallel
     module.__class__ = sharded_class(kind, plain_class(type(module)), kind.__name__)

@@ -1,7 +1,7 @@
 """Optimizers that update whole flat shards in C, as subclasses of ``torch.optim.Optimizer``.
 
 Schedulers, GradScaler and ``state_dict`` work as with torch's own optimizers. The engine owns the
-states; ``state_dict()`` and ``piece_state`` return this rank's rows.
+states; ``state_dict()`` and ``shard_state`` return them as DTensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from fsdpc import _core
-from fsdpc.torch import _device, _rows
-from fsdpc.torch._checks import refuse_reader
-from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
+from fsdpc.torch import _device, _shards
+from fsdpc.torch._unit import ShardInfo, UnitState, take_grads
 
 
 class _States(dict[Any, Any]):
-    """``optimizer.state``, read-only: ``[p]`` returns :meth:`FlatOptimizer.piece_state`.
+    """``optimizer.state``, read-only: ``[p]`` returns :meth:`FlatOptimizer.shard_state`.
 
     It is truthy if there are states, but iterating over it yields nothing, because torch's
     functions would move, cast or drop states that the engine owns.
@@ -30,11 +29,11 @@ class _States(dict[Any, Any]):
 
     def __bool__(self) -> bool:
         found = self._optimizer()
-        return found is not None and any(map(found._steps_of, _rows.params_of(found)))
+        return found is not None and any(map(found._steps_of, _shards.params_of(found)))
 
     def __missing__(self, p: Any) -> dict[str, torch.Tensor]:
         found = self._optimizer()
-        return {} if found is None else found.piece_state(p)
+        return {} if found is None else found.shard_state(p)
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -58,7 +57,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         _check(group)
         for p in group["params"]:
             info = getattr(p, "fsdpc", None)
-            if not isinstance(info, PieceInfo):
+            if not isinstance(info, ShardInfo):
                 raise ValueError(
                     f"a parameter {tuple(p.shape)} belongs to no sharded module: call fully_shard "
                     "before making the optimizer; give ignored parameters to one of torch.optim"
@@ -82,7 +81,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         closure : callable, optional
             Evaluates the model again and returns the loss.
         """
-        refuse_reader(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +99,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         raise KeyError(f"the optimizer was not given this parameter {tuple(p.shape)}")
 
     def state_rows(self, p: Any, write: bool = False) -> dict[str, _core.Tensor]:
-        """Return this rank's rows of a piece's states, in the engine's memory."""
+        """Return this rank's rows of a parameter's states, in the engine's memory."""
         unit, i = p.fsdpc.unit, p.fsdpc._index
         names = enumerate(self._names(p))
         states = ((name, self._core.state(unit, i, k, write)) for k, name in names)
@@ -110,23 +108,28 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _steps_of(self, p: Any) -> int:
         return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
 
-    def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return this rank's rows of a piece's states, and ``step``; {} before the first step."""
+    def shard_state(self, p: Any) -> dict[str, torch.Tensor]:
+        """Return a parameter's states as DTensors, and ``step``; {} before the first step."""
         steps = self._steps_of(p)
         if steps == 0:
             return {}
-        states = {n: _device.to_torch(t).reshape(p.shape) for n, t in self.state_rows(p).items()}
+        state, i = p.fsdpc._state, p.fsdpc._index
+        shape = state.rows[i].shape
+        states = {
+            n: state.wrap(i, _device.to_torch(t).reshape(shape))
+            for n, t in self.state_rows(p).items()
+        }
         return {"step": torch.tensor(float(steps)), **states}
 
-    def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
-        """Load ``step`` and this rank's rows of a piece's states."""
+    def set_shard_state(self, p: Any, values: Mapping[str, Any]) -> None:
+        """Load ``step`` and this rank's rows of a parameter's states."""
         unit, i = p.fsdpc.unit, p.fsdpc._index
         held = {name: v for name, v in values.items() if name != "step" and v is not None}
         if held:
             self._core.make_states(unit, i)
         for name, rows in self.state_rows(p, write=bool(held)).items():
             if name in held:
-                _device.to_torch(rows).reshape(-1).copy_(held[name].reshape(-1))
+                _device.to_torch(rows).reshape(-1).copy_(_shards.local(p, held[name]).reshape(-1))
         # Set the step count last, because it marks the states as valid. torch's SGD does not count
         # steps.
         self._core.set_step_count(unit, i, int(values.get("step", bool(held))))
@@ -134,20 +137,20 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the options and this rank's rows of the states, in torch's format."""
         result = super().state_dict()
-        states = ((i, self.piece_state(p)) for i, p in enumerate(_rows.params_of(self)))
+        states = ((i, self.shard_state(p)) for i, p in enumerate(_shards.params_of(self)))
         result["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in states if s}
-        return _rows.mark_all(self, result)
+        return result
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a :meth:`state_dict` that this rank saved in a run with the same number of ranks."""
-        state_dict = _rows.check_all(self, state_dict)
+        _shards.check_all(self, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
-        for key, p in zip(_rows.keys_of(state_dict), _rows.params_of(self), strict=True):
-            self.set_piece_state(p, state_dict["state"].get(key, {}))
+        for key, p in zip(_shards.keys_of(state_dict), _shards.params_of(self), strict=True):
+            self.set_shard_state(p, state_dict["state"].get(key, {}))
 
 
 class AdamW(FlatOptimizer):
-    """``torch.optim.AdamW`` over the pieces of sharded modules.
+    """``torch.optim.AdamW`` over the parameters of sharded modules.
 
     Parameters
     ----------
@@ -185,7 +188,7 @@ class AdamW(FlatOptimizer):
         fused: bool | None = None,
     ) -> None:
         if differentiable:
-            raise NotImplementedError("differentiable steps: use torch.optim on the pieces")
+            raise NotImplementedError("differentiable steps: use torch.optim")
         super().__init__(params, {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "maximize": maximize, "foreach": foreach,
@@ -220,7 +223,7 @@ class Adam(AdamW):
 
 
 class SGD(FlatOptimizer):
-    """``torch.optim.SGD`` over the pieces of sharded modules.
+    """``torch.optim.SGD`` over the parameters of sharded modules.
 
     Parameters
     ----------

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdpc.torch import _device, _rows
-from fsdpc.torch._rows import gather_rows, params_of
+from fsdpc.torch import _device, _shards
+from fsdpc.torch._shards import params_of
 from fsdpc.torch._unit import UnitState, states_of
 from fsdpc.torch.state_dict import _broadcast, _rank
 
@@ -34,12 +35,12 @@ def get_optimizer_state_dict(
     ----------
     model : nn.Module
     optimizer : torch.optim.Optimizer
-        An optimizer over the model's pieces, from ``torch.optim`` or ``fsdpc.torch.optim``.
+        An optimizer over the model's parameters, from ``torch.optim`` or ``fsdpc.torch.optim``.
     rank0_only : bool, default False
         Other ranks take part and get an empty dict.
     sharded : bool, default False
-        Return copies of this rank's rows instead, which ``torch.distributed.checkpoint`` saves as
-        parts of a whole and loads at any number of ranks. An optimizer that has not stepped creates
+        Return copies as DTensors instead, which ``torch.distributed.checkpoint`` saves, and loads
+        at any number of ranks. An optimizer that has not stepped creates
         its states in a step with zero gradients and learning rate 0, as in torch's function of
         this name. :func:`set_optimizer_state_dict` loads the rows.
 
@@ -65,10 +66,7 @@ def get_optimizer_state_dict(
         return local_optimizer_state_dict(model, optimizer)
 
     def full(p: Any, value: torch.Tensor) -> torch.Tensor:
-        info = getattr(p, "fsdpc", None)
-        if info is not None and value.shape == p.shape and p.dim():
-            return gather_rows(value, info._state, info._index)
-        return value.clone()
+        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
     found = _by_name(model, optimizer, full)
     units = [p.fsdpc._state for p in params_of(optimizer) if hasattr(p, "fsdpc")]
@@ -162,9 +160,9 @@ def _own(p: Any, key: str, value: Any) -> Any:
         return value
     info = getattr(p, "fsdpc", None)
     if info is None or not value.dim() or value.shape != info.shape:
-        return _rows.check(p, key, value).clone()
-    _, _, first, numel, *_ = info._state.places[info._index]
-    return value.detach().reshape(-1)[first : first + numel].clone().view(p.shape)
+        return value.clone()
+    _shards.check(p, key, value)
+    return info._state.wrap(info._index, _shards.local(p, value.detach()).clone())
 
 
 class Saved:
@@ -181,14 +179,14 @@ class Saved:
             for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
         ]
 
-    def piece_state(self, p: torch.Tensor) -> dict[str, Any]:
+    def shard_state(self, p: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's states."""
         return self._states[id(p)]
 
 
 def local_optimizer_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Return this rank's rows of the states, by parameter name."""
-    return _by_name(model, optimizer, lambda p, value: _rows.mark(p, value.clone()))
+    return _by_name(model, optimizer, lambda p, value: value.clone())
 
 
 def to_load(
@@ -314,13 +312,13 @@ def _name_of(names: dict[int, str], p: torch.Tensor) -> str:
 
 
 def _state_of(optimizer: Any, p: torch.Tensor) -> dict[str, Any]:
-    if hasattr(optimizer, "piece_state"):
-        return optimizer.piece_state(p)
+    if hasattr(optimizer, "shard_state"):
+        return optimizer.shard_state(p)
     return optimizer.state.get(p, {})
 
 
 def _set_state(optimizer: Any, p: torch.Tensor, values: dict[str, Any]) -> None:
-    if hasattr(optimizer, "set_piece_state"):
-        optimizer.set_piece_state(p, values)
+    if hasattr(optimizer, "set_shard_state"):
+        optimizer.set_shard_state(p, values)
     elif values:
         optimizer.state[p] = values

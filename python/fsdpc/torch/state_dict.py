@@ -1,7 +1,6 @@
 """Save and load state dicts of sharded torch models as full tensors.
 
-``model.state_dict()`` of a sharded module returns full tensors under the plain model's names, and
-``load_state_dict`` accepts them. This module implements both methods and their options.
+``model.state_dict()`` returns DTensors. ``load_state_dict`` accepts them and full tensors.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc.torch import _device
-from fsdpc.torch._copies import FullValue
+from fsdpc.torch import _device, _shards
 from fsdpc.torch._unit import UnitState, full_value, on_copies, set_version, states_of
 
 
@@ -45,7 +43,7 @@ def summon_full_params(
     writeback : bool, default True
         On exit, each rank keeps its own rows of the modified copies, except after an exception.
     rank0_only : bool, default False
-        Other ranks keep their pieces; needs ``writeback=False``.
+        Other ranks keep their shards; needs ``writeback=False``.
     offload_to_cpu : bool, default False
         Accepted for compatibility: copies stay on the units' device.
     with_grads : bool, default False
@@ -78,8 +76,8 @@ def summon_full_params(
     states = [s for s in states if not s.summoned]
     copies: list[list[nn.Parameter]] = []
     for s in states:
-        copies.append([] if mine else s.pieces)
-        for i, p in enumerate(s.pieces):
+        copies.append([] if mine else s.params)
+        for i, p in enumerate(s.params):
             value = full_value(s, i)
             grad = full_grad(p) if with_grads else None
             if mine:
@@ -96,13 +94,12 @@ def summon_full_params(
 
 def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None:
     """Store this rank's rows of a full gradient, or remove the gradient if it is None."""
-    grad = state.pieces[index].grad
+    grad = state.params[index].grad
     if full is None or grad is None:
-        state.pieces[index].grad = None
+        state.params[index].grad = None
         return
-    _, _, first, numel, *_ = state.places[index]
     with torch.no_grad():
-        grad.copy_(full.reshape(-1)[first : first + numel].view(grad.shape))
+        grad.copy_(state.wrap(index, state.own_rows(index, full)))
 
 
 def _rank(states: list[UnitState]) -> int:
@@ -129,29 +126,19 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    """Implement a sharded module's ``state_dict`` by calling the plain one on full parameters."""
+    """Return full tensors from a sharded module's ``state_dict``, as FSDP1 does; collective."""
     if _Option.depth:
         return call(*args, **kwargs)
     _Option.depth += 1
     try:
         with summon_full_params(module, writeback=False):
-            result = call(*args, **kwargs)
-            places = {owner[key].data_ptr() for s in states_of(module) for owner, key, _ in s.slots}
-        for name, value in result.items():
-            if isinstance(value, torch.Tensor) and value.data_ptr() in places:
-                result[name] = _as_full(value)
-        return result
+            return call(*args, **kwargs)
     finally:
         _Option.depth -= 1
 
 
-def _as_full(value: torch.Tensor) -> torch.Tensor:
-    """Add ``full_tensor()``, which FSDP2's state dict values have, to a full value."""
-    return value if isinstance(value, nn.Parameter) else value.as_subclass(FullValue)
-
-
 def local_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return this rank's pieces by name, without copies."""
+    """Return the sharded parameters by name, without copies."""
     _Option.depth += 1
     try:
         return nn.Module.state_dict(module, *args, **kwargs)
@@ -168,67 +155,44 @@ def _check_real(name: str, value: Any, p: torch.Tensor) -> None:
         )
 
 
-def module_load_state_dict(
-    module: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-) -> Any:
-    """Implement a sharded module's ``load_state_dict``, in which each rank keeps its rows."""
-    states = states_of(module)
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if hasattr(p, "fsdpc"):
-            _check_real(name, state_dict.get(name), p)
-    news = [
-        [
-            nn.Parameter(
-                torch.full(shape, float("nan"), dtype=p.dtype, device=_device.home()),
-                p.requires_grad,
-            )
-            for shape, p in zip(s.shapes, s.pieces, strict=True)
-        ]
-        for s in states
-    ]
-    with on_copies(states, news):
-        result = nn.Module.load_state_dict(module, state_dict, strict=strict, assign=assign)
-        for s, own in zip(states, news, strict=True):
-            for owner, key, i in s.slots:
-                own[i] = owner[key]
-    missing = set(result.missing_keys)
-    named = module.named_parameters(remove_duplicate=False)  # one name of a tied one is enough
-    present = {id(p) for name, p in named if name not in missing}
-    for s, own in zip(states, news, strict=True):
-        for i, p in enumerate(s.pieces):
-            if id(p) in present:
-                s.write(i, own[i])
-    return result
-
-
-def offer_parts(state: UnitState, modules: list[nn.Module]) -> None:
-    """Make plain submodules of a unit save and load full tensors when called directly."""
+def accept_full(state: UnitState, modules: list[nn.Module]) -> None:
+    """Let the modules that hold a unit's parameters load full tensors and any DTensors."""
     owned: dict[int, dict[str, int]] = {}
     for owner, key, i in state.slots:
         owned.setdefault(id(owner), {})[key] = i
     for module in modules:
         if places := owned.get(id(module._parameters)):
-            module._register_state_dict_hook(partial(_give_full, state, places))
-            module._register_load_state_dict_pre_hook(partial(_take_full, state, places))
+            module._register_load_state_dict_pre_hook(partial(_take, state, places))
 
 
-def _give_full(
-    state: UnitState, places: dict[str, int], module: nn.Module, found: Any, prefix: str, *_: Any
+def _take(
+    state: UnitState, places: dict[str, int], given: Any, prefix: str, options: Any, *_: Any
 ) -> None:
-    if not (_Option.depth or state.summoned):
-        found.update({prefix + k: _as_full(full_value(state, i)) for k, i in places.items()})
-
-
-def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str, *_: Any) -> None:
-    """Write this rank's rows of full tensors, then let torch check each piece's new values."""
+    """Write this rank's rows, then let torch check each parameter's new values."""
     if state.summoned:
         return
+    assigns = options.get("assign_to_params_buffers", False)
     for key, i in places.items():
-        value = given.get(prefix + key)
-        _check_real(prefix + key, value, state.pieces[i])
-        if isinstance(value, torch.Tensor) and value.shape == state.shapes[i]:
-            state.write(i, value.to(state.pieces[i].dtype))
-            given[prefix + key] = state.pieces[i].detach()
+        name, param = prefix + key, state.params[i]
+        value = given.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        _check_real(name, value, param)
+        if value.shape != param.shape:
+            continue
+        if value.is_meta:
+            raise NotImplementedError(f"'{name}' of the state dict is on the meta device")
+        if assigns and value.dtype is not param.dtype:
+            raise RuntimeError(
+                f"load_state_dict(assign=True): '{name}' is {value.dtype}, and the unit "
+                f"'{state.unit.name}' holds it in {param.dtype}: convert the state dict, or the "
+                "module before fully_shard()"
+            )
+        state.torch_unit.follow(i)
+        with torch.no_grad():
+            state.rows[i].copy_(_shards.local(param, value.detach()))
+        state.trust(i)
+        given[name] = param if assigns else param.detach()
 
 
 def get_model_state_dict(
@@ -242,9 +206,7 @@ def get_model_state_dict(
     rank0_only : bool, default False
         Other ranks take part and get an empty dict; they store one full tensor at a time.
     sharded : bool, default False
-        Return this rank's rows as parameters instead, without copies or communication.
-        ``torch.distributed.checkpoint`` saves them as parts of a whole and loads them in place, at
-        any number of ranks.
+        Return the parameters' DTensors instead, without copies or communication.
 
     Examples
     --------
@@ -266,10 +228,10 @@ def get_model_state_dict(
     result: dict[str, torch.Tensor] = {}
     values: dict[int, torch.Tensor] = {}
     for s in units:
-        for i, p in enumerate(s.pieces):
+        for i, p in enumerate(s.params):
             value = full_value(s, i)
             if keep:
-                values[id(p)] = _as_full(value)
+                values[id(p)] = value
     if not keep:
         return result
     _Option.depth += 1
@@ -317,11 +279,8 @@ def set_model_state_dict(
     if not units:
         raise ValueError(f"rank0_only: {type(model).__name__} is not sharded")
     own = local_state_dict(model, keep_vars=True)
-    places = {id(p): (s, i) for s in units for i, p in enumerate(s.pieces)}
-    shapes = [
-        places[id(t)][0].shapes[places[id(t)][1]] if id(t) in places else t.shape
-        for t in own.values()
-    ]
+    places = {id(p): (s, i) for s in units for i, p in enumerate(s.params)}
+    shapes = [t.shape for t in own.values()]
     found = _check_names(units, own, shapes, state_dict, strict)
     for k, (name, here) in enumerate(own.items()):
         if not found[k]:

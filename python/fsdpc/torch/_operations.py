@@ -1,0 +1,572 @@
+"""Operations on sharded tensors: what torch's DTensor does, made exact, fast and safe.
+
+Torch's DTensor runs most operations. This file changes the following:
+
+- Elementwise operations, including lists of them (foreach and fused optimizers), run directly on
+  local tensors if their placements agree.
+- Results are never partial: their reduction follows at once. Torch reads the local part of a
+  partial number (``item()``), and reduces some partial results of reductions wrongly.
+- Operations on tensors that are not cut evenly run on whole tensors, unless they are elementwise.
+  Torch cannot flatten such tensors, and averages their losses wrongly.
+- Random numbers are drawn for the whole tensor, of which each rank keeps its rows, so they do not
+  depend on the number of ranks. Torch draws equal numbers for different rows on CPUs.
+- Writes that would be lost are refused: into selected rows, which torch copies first, and into
+  parameters in a running forward, which may have gathered them already.
+- Errors name the parameter.
+
+Code below a dispatch does not count writes to local tensors, so they are counted here. The engine
+reads these version counters.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fsdpc.torch._dtensor import (
+    RUNNING,
+    DerivedTensor,
+    Operations,
+    ShardedGrad,
+    ShardedTensor,
+    is_owned,
+    is_replicated,
+    name_of,
+    refuse_mixed,
+    replicated,
+    rows_of,
+    wrap,
+)
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_aten = torch.ops.aten
+_OURS = frozenset({ShardedTensor, ShardedGrad})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation with a sharded tensor among its arguments."""
+    handler = _HANDLERS.get(func)
+    if handler is None:
+        handler = _HANDLERS[func] = _handler_of(func)
+    return handler(func, args, kwargs)
+
+
+Operations.run = run
+
+
+def handle(func: Any, handler: Handler) -> None:
+    """Let a function implement an operation on sharded tensors."""
+    _HANDLERS[func] = handler
+
+
+def _word(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+# ---- elementwise operations ----
+
+
+class _NotLocal(Exception):
+    """The operands' placements differ, so torch must redistribute them."""
+
+
+class _Unwrapper:
+    """Replaces DTensors by their local tensors, and remembers a DTensor for each position."""
+
+    def __init__(self) -> None:
+        self.like: dict[int, DTensor] = {}
+
+    def one(self, value: Any, at: int = 0) -> Any:
+        if type(value) is list:
+            return self.many(value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not isinstance(value, DTensor):
+            if value.dim() or (value.requires_grad and torch.is_grad_enabled()):
+                raise _NotLocal
+            return value
+        spec = value._spec
+        if _is_elsewhere(value):
+            raise _NotLocal
+        if not value.dim() and is_replicated(spec):
+            return value._local_tensor
+        like = self.like.get(at)
+        if like is None:
+            if any(p.is_partial() for p in spec.placements):
+                raise _NotLocal
+            self.like[at] = value
+        elif like._spec is not spec and not _agree(like._spec, spec):
+            raise _NotLocal
+        return value._local_tensor
+
+    def many(self, values: list[Any]) -> list[Any]:
+        like, local = self.like, []
+        for at, value in enumerate(values):  # often hundreds, so cheap checks come first
+            if type(value) in _OURS and value._spec.shape:
+                of = like.setdefault(at, value)
+                if of is value or of._spec is value._spec:
+                    local.append(rows_of(value))
+                    continue
+            elif type(value) is torch.Tensor and not value.dim():
+                local.append(value)
+                continue
+            local.append(self.one(value, at))
+        return local
+
+
+def _agree(a: DTensorSpec, b: DTensorSpec) -> bool:
+    return a.placements == b.placements and a.shape == b.shape and a.mesh == b.mesh
+
+
+def _spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype is dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
+
+
+def _kind_of(tensor: DTensor) -> type:
+    return DerivedTensor if isinstance(tensor, DerivedTensor) else ShardedTensor
+
+
+def _wrapped(result: Any, like: dict[int, DTensor], at: int = 0) -> Any:
+    if isinstance(result, (list, tuple)):
+        return type(result)(_wrapped(r, like, k) for k, r in enumerate(result))
+    if not isinstance(result, torch.Tensor):
+        return result
+    of = like[at]
+    spec = _spec_as(of._spec, result.dtype)
+    if isinstance(of, ShardedTensor):
+        return wrap(_kind_of(of), result, spec, of._fsdpc)
+    return DTensor(result, spec, requires_grad=False)
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that reads and writes only elements at the same position."""
+    if func._schema.is_mutable and _is_elsewhere(args[0]):
+        return args[0]
+    unwrap = _Unwrapper()
+    try:
+        local = [unwrap.one(a) for a in args]
+        named = {k: unwrap.one(v) for k, v in kwargs.items()}
+    except _NotLocal:
+        return by_torch(func, args, kwargs)
+    if not unwrap.like:
+        return by_torch(func, args, kwargs)
+    if not func._schema.is_mutable:
+        return _wrapped(func(*local, **named), unwrap.like)
+    written = _written(func, args)
+    _check_writes(func, written)
+    result = func(*local, **named)
+    _count(written)
+    return None if result is None else args[0]
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Return whether a value belongs to another rank, the owner of a parameter that is not cut."""
+    is_derived = isinstance(value, DerivedTensor)
+    return is_derived and value._spec.mesh.get_coordinate() is None
+
+
+_positions: dict[Any, list[int]] = {}
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return the positional arguments that an operation writes."""
+    at = _positions.get(func)
+    if at is None:
+        at = _positions[func] = [
+            k
+            for k, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+    return [args[k] for k in at if k < len(args)]
+
+
+def _count(written: Iterable[Any]) -> None:
+    """Count writes in the local tensors' versions."""
+    for each in written:
+        each = each if isinstance(each, list) else [each]
+        if each:
+            increment_version([rows_of(t) for t in each if isinstance(t, DTensor)])
+
+
+def _check_writes(func: Any, written: Iterable[Any]) -> None:
+    """Raise if a write would be lost."""
+    for each in _tensors(written):
+        if not isinstance(each, ShardedTensor):
+            continue
+        if each._fsdpc_is_lost:
+            raise NotImplementedError(
+                f"{_word(func)} writes into some rows of {name_of(each)}, which torch's DTensor "
+                "has copied, and the write would be lost: write to to_local(), or inside "
+                "summon_full_params()"
+            )
+        if RUNNING.modules and each._fsdpc_is_param:
+            raise RuntimeError(
+                f"{_word(func)} of {name_of(each)} in the forward of "
+                f"{type(RUNNING.modules[-1]).__name__}, which may have gathered the parameter "
+                "already: write before or after the forward"
+            )
+
+
+# ---- operations that keep the shape, and random numbers ----
+
+
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    made = wrap(type(tensor), rows_of(tensor), tensor._spec, tensor._fsdpc)
+    if isinstance(tensor, ShardedGrad):
+        made._fsdpc_of = tensor if tensor._fsdpc_of is None else tensor._fsdpc_of
+    return _marked(made, tensor)
+
+
+def _marked(alias: Any, of: ShardedTensor) -> Any:
+    """Return an alias that is known as a parameter's, or as one in which writes are lost."""
+    if of._fsdpc_is_param:
+        alias._fsdpc_is_param = True
+    if of._fsdpc_is_lost:
+        alias._fsdpc_is_lost = True
+    return alias
+
+
+def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Implement clones, conversions and constructors, which keep the shape and the placements."""
+    tensor = args[0]
+    local = func(tensor._local_tensor, *args[1:], **kwargs)
+    if local.device != tensor._local_tensor.device:
+        return by_torch(func, args, kwargs)
+    return wrap(_kind_of(tensor), local, _spec_as(tensor._spec, local.dtype), tensor._fsdpc)
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw the numbers of the whole tensor, and keep this rank's part."""
+    tensor = args[0]
+    if next((t for t in _tensors((*args[1:], *kwargs.values()))), None) is not None:
+        raise NotImplementedError(
+            f"{_word(func)} of {name_of(tensor)} with tensors as arguments: draw a full tensor, "
+            "and copy it inside summon_full_params()"
+        )
+    written = _written(func, args)
+    _check_writes(func, written)
+    local = tensor._local_tensor
+    stride = tensor.stride()  # the order of drawing depends on it
+    whole = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=local.device)
+    part = part_of(tensor, func(whole, *args[1:], **kwargs))
+    if not written:
+        spec = _spec_as(tensor._spec, part.dtype)
+        return wrap(_kind_of(tensor), part.clone(), spec, tensor._fsdpc)
+    local.copy_(part)
+    _count(written)
+    return tensor
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that draws random numbers for its result on whole tensors."""
+    ours = next(t for t in _tensors((*args, *kwargs.values())) if isinstance(t, ShardedTensor))
+    return _again(func(*map(_whole, args), **{k: _whole(v) for k, v in kwargs.items()}), ours)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Implement ``copy_()``; a copy onto itself, as in loading, is no write."""
+    to, source = args[:2]
+    if isinstance(source, DTensor) and isinstance(to, ShardedTensor):
+        if rows_of(source) is rows_of(to):
+            return to
+    return _elementwise(func, args, kwargs)
+
+
+def part_of(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor that is equal on all ranks."""
+    spec = tensor._spec
+    if isinstance(tensor, ShardedTensor) and not isinstance(tensor, DerivedTensor):
+        state, index = tensor._fsdpc[0](), tensor._fsdpc[1]
+        if state is not None:
+            return state.own_rows(index, whole)
+    return distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)._local_tensor
+
+
+def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Implement ``out=``: compute the whole result, of which each rank keeps its part."""
+    out = kwargs["out"]
+    if not isinstance(out, ShardedTensor):
+        return by_torch(func, args, kwargs)
+    _check_writes(func, [out])
+    whole = torch.empty(out.shape, dtype=out.dtype, device=out._local_tensor.device)
+    given = [_whole(a) for a in args]
+    result = func(*given, **{k: _whole(v) for k, v in kwargs.items() if k != "out"}, out=whole)
+    if result.shape != out.shape:
+        raise ValueError(
+            f"{_word(func)} with out= of {name_of(out)}, and the result is {tuple(result.shape)}"
+        )
+    out._local_tensor.copy_(part_of(out, whole))
+    _count([out])
+    return out
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_whole, value))
+    return _replicate(value)._local_tensor if isinstance(value, DTensor) else value
+
+
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Implement ``item()`` and the like; collective unless the tensor is replicated."""
+    tensor = args[0]
+    if tensor.numel() != 1:
+        raise RuntimeError(
+            f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar: this rank has "
+            f"{name_of(tensor)}; full_tensor() has all"
+        )
+    if isinstance(tensor, DerivedTensor) and is_owned(tensor) and _is_stepping():
+        is_owner = tensor._spec.mesh.get_coordinate() is not None
+        return func(tensor._local_tensor) if is_owner else math.nan  # of no rows
+    if is_owned(tensor):  # a DerivedTensor raises, on all ranks alike
+        return func(tensor.detach().full_tensor())
+    return func(_whole(tensor))
+
+
+def _is_stepping() -> bool:
+    """Return whether an optimizer steps in this thread."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(own, torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Implement ``torch.equal``, which says the same on all ranks; collective."""
+    for other in _tensors(args):
+        if not isinstance(other, DTensor) and other.dim():
+            ours = next(t for t in args if isinstance(t, ShardedTensor))
+            refuse_mixed(_word(func), ours, other)
+    whole = [t.full_tensor() if isinstance(t, ShardedTensor) else _whole(t) for t in args]
+    return func(*whole)
+
+
+def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Implement ``x[mask] = number``, which is elementwise."""
+    tensor, indices, values = args[:3]
+    is_mask = len(indices) == 1 and isinstance(indices[0], DTensor)
+    if is_mask and indices[0].dtype is torch.bool and not values.dim() and not args[3:]:
+        return run(_aten.masked_fill_.Tensor, (tensor, indices[0], values), {})
+    return by_torch(func, args, kwargs)
+
+
+# ---- operations by torch ----
+
+
+def _replicate(tensor: DTensor) -> DTensor:
+    """Return a tensor that every rank of its mesh has whole; collective."""
+    spec = tensor._spec
+    with torch.no_grad():
+        base = DTensor(tensor._local_tensor, spec, requires_grad=False)
+        return base.redistribute(placements=[Replicate()] * spec.mesh.ndim)
+
+
+def _is_uneven(spec: DTensorSpec) -> bool:
+    """Return whether some rank has less of a tensor than another."""
+    return any(
+        p.is_shard() and spec.shape[p.dim] % spec.mesh.size(k)
+        for k, p in enumerate(spec.placements)
+    )
+
+
+def _is_view(func: Any) -> bool:
+    alias = [r.alias_info for r in func._schema.returns]
+    return bool(alias) and all(a is not None and not a.is_write for a in alias)
+
+
+def by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation by torch's DTensor; locally if all operands are replicated."""
+    values = list(_tensors((*args, *kwargs.values())))
+    ours = next(v for v in values if isinstance(v, ShardedTensor))
+    if func is _aten.cat.default and not torch.is_grad_enabled():
+        args = ([_zeros(v, ours) for v in args[0]], *args[1:])
+        values = args[0]
+    for other in values:
+        plain = type(other) in _PLAIN
+        if plain and (other.dim() or (other.requires_grad and torch.is_grad_enabled())):
+            refuse_mixed(_word(func), ours, other)
+    written = _written(func, args) if func._schema.is_mutable else []
+    if written and _is_elsewhere(args[0]):
+        return args[0]
+    _check_writes(func, written)
+    try:
+        return _by_torch(func, args, kwargs, values, ours, written)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        if name_of(ours) in str(error):
+            raise
+        names = {name_of(v): None for v in values if isinstance(v, ShardedTensor)}
+        raise type(error)(f"{_word(func)} of {' and '.join(names)}: {error}") from error
+
+
+def _zeros(value: Any, ours: ShardedTensor) -> Any:
+    """Return zeros, which backwards of splits create as plain tensors, as a DTensor."""
+    if type(value) in _PLAIN and not value.any():
+        return replicated(value, ours)
+    return value
+
+
+def _by_torch(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    values: list[torch.Tensor],
+    ours: ShardedTensor,
+    written: list[Any],
+) -> Any:
+    specs = [v._spec for v in values if isinstance(v, DTensor)]
+    if not written:
+        is_view = _is_view(func)
+        alike = all(s.mesh == specs[0].mesh for s in specs) and not is_owned(ours)
+        if alike and all(map(is_replicated, specs)):
+            result = func(*map(_rows, args), **{k: _rows(v) for k, v in kwargs.items()})
+            if not is_view:
+                return _again(result, ours)
+            result = _again(result, ours, False)
+            for view in _tensors([result]):
+                _marked(view, ours)
+            return result
+        if alike and not is_view and any(map(_is_uneven, specs)):
+            named = {k: _whole(v) for k, v in kwargs.items()}
+            return _again(func(*map(_whole, args), **named), ours)
+        if is_view:
+            return _view(func, args, kwargs, ours)
+    result = _dispatched(func, args, kwargs)
+    if written:
+        _count(written)
+        return None if result is None else args[0]
+    return _derived(result, ours)
+
+
+def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return DTensor.__torch_dispatch__.__func__(ShardedTensor, func, (), args, kwargs)  # type: ignore[attr-defined]
+
+
+def _rows(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_rows, value))
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _again(result: Any, ours: ShardedTensor, cuts: bool = True) -> Any:
+    """Return a result that all ranks have computed alike as replicated DTensors.
+
+    If it has the parameter's shape, as gradients have, each rank keeps its rows if ``cuts``.
+    """
+    if isinstance(result, (list, tuple)):
+        return type(result)(_again(r, ours, cuts) for r in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    home = ours.home()
+    if cuts and home is not None and result.shape == home[0].shapes[home[1]] and result.dim():
+        if not is_owned(ours):
+            return home[0].wrap(home[1], home[0].own_rows(home[1], result).clone())
+    return replicated(result, ours)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ours: ShardedTensor) -> Any:
+    """Run an operation that returns views. A view that is no longer cut is of a copy."""
+    try:
+        result = _derived(_dispatched(func, args, kwargs), ours, False)
+    except RuntimeError:
+        if not _is_uneven(ours._spec):
+            raise
+        result = _again(func(*map(_whole, args), **kwargs), ours, False)
+    was_cut = any(p.is_shard() for p in ours._spec.placements)
+    for view in _tensors([result]):
+        if isinstance(view, ShardedTensor):
+            _share_version(view, ours)
+            _marked(view, ours)
+            if was_cut and not any(p.is_shard() for p in view._spec.placements):
+                view._fsdpc_is_lost = True
+    return result
+
+
+def _share_version(view: ShardedTensor, base: ShardedTensor) -> None:
+    """Let a view count its writes in the version of the rows that it shows."""
+    local, rows = rows_of(view), rows_of(base)
+    if type(local) is torch.Tensor and _place_of(local) == _place_of(rows):
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            view._local_tensor = rows.as_strided(
+                local.shape, local.stride(), local.storage_offset()
+            )
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage().data_ptr(), tensor.dtype
+
+
+def _derived(result: Any, ours: ShardedTensor, cuts: bool = True) -> Any:
+    """Return torch's result with the parameter that it came from, reduced if it is partial."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_derived(r, ours, cuts) for r in result)
+    if type(result) is not DTensor:
+        return result
+    spec = result._spec
+    if any(p.is_partial() for p in spec.placements):
+        with torch.no_grad():
+            result = result.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in spec.placements]
+            )
+    if is_replicated(result._spec) and not is_owned(ours):
+        return _again(result._local_tensor, ours, cuts)
+    return wrap(DerivedTensor, result._local_tensor, result._spec, ours._fsdpc)
+
+
+_KEEPS = {
+    "clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "contiguous",
+    "alias",
+}  # fmt: skip
+_RANDOM = {
+    "normal_", "uniform_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
+    "random_", "rand_like", "randn_like", "randint_like",
+}  # fmt: skip
+_ELEMENTWISE = {"fill_", "zero_"}
+_REDUCES = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+
+
+def _handler_of(func: Any) -> Handler:
+    name = _word(func)
+    if name in _KEEPS:
+        return _like
+    if name in _RANDOM:
+        return _random
+    if torch.Tag.nondeterministic_seeded in func.tags and not func._schema.is_mutable:
+        return _drawn
+    if any(a.name == "out" for a in func._schema.arguments):
+        return _out
+    listed = name.startswith(("_foreach_", "_fused_")) and name not in _REDUCES
+    if listed or name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        return _elementwise
+    return by_torch
+
+
+_HANDLERS: dict[Any, Handler] = {
+    _aten.detach.default: _detach,
+    _aten._local_scalar_dense.default: _item,
+    _aten.index_put_.default: _put,
+    _aten.equal.default: _equal,
+    _aten.copy_.default: _copy,
+}
