@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import fsdpc
 from fsdpc.torch import fully_shard, summon_full_params
@@ -279,3 +280,19 @@ def test_embeddings_are_resized_before() -> None:
             m.resize_token_embeddings(50)
     assert model(ids, labels=ids).logits.shape == (1, 8, 40)
     assert model.config.vocab_size == 40
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_dtensor_in_a_parameters_place_is_copied(tmp_path: Any) -> None:
+    """As transformers' loaders assign them; optimizers of either object step the parameter."""
+    plain = build()
+    model = twin(plain)
+    for p in model.parameters():
+        p.data.zero_()
+    ours = shard(model)
+    for name, p in list(ours.named_parameters()):
+        owner, _, key = name.rpartition(".")
+        value = distribute_tensor(plain.get_parameter(name).detach(), p.device_mesh, p.placements)
+        setattr(ours.get_submodule(owner), key, nn.Parameter(value))
+        assert ours.get_parameter(name) is p
+    train(ours, plain)

@@ -21,6 +21,12 @@ _NAMES = (
     "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
     "fully_shard", "register_fsdp_forward_method",
 )  # fmt: skip
+#: Torch's modules that hand the names out; others are torch's own code for its own classes.
+_DOORS = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
 _pairs: dict[str, tuple[Any, Any]] = {}  # torch's object and ours, by name, while installed
 _kept: set[tuple[int, str]] = set()  # places that had ours before: (id of the module, attribute)
 
@@ -86,8 +92,8 @@ def _places(of_ours: bool) -> list[tuple[Any, str, str]]:
     found = []
     for module in list(sys.modules.values()):
         name = str(getattr(module, "__name__", ""))
-        if name.startswith(("torch.distributed.fsdp.", "fsdpc.")):
-            continue  # the owners
+        if name.startswith(("torch.", "fsdpc.")) and name not in _DOORS:
+            continue
         for key, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in names:
                 found.append((module, key, names[id(value)]))

@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
 from fsdpc.sharding.rules import Inside, outside_units
+from fsdpc.torch._dtensor import ShardedTensor
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -33,9 +35,21 @@ class Registered:
     count = 0
 
 
-def _note(module: nn.Module, name: str, value: Any) -> None:
-    if module in _inside:
-        Registered.count += 1
+def _note(module: nn.Module, name: str, value: Any) -> Any:
+    """Count a registration; a DTensor like the parameter that it replaces is copied into it."""
+    if module not in _inside:
+        return None
+    held = module._parameters.get(name)
+    if isinstance(held, ShardedTensor) and isinstance(value, DTensor) and value is not held:
+        a, b = held._spec, value._spec
+        if (a.placements, a.shape, a.mesh) == (b.placements, b.shape, b.mesh):
+            if held.dtype is value.dtype and held.home() is not None:
+                held.data = value.detach()
+                state, index = held.home()  # type: ignore[misc]
+                state.trust(index)
+                return held.requires_grad_(value.requires_grad)
+    Registered.count += 1
+    return None
 
 
 def watch(state: UnitState, inside: Inside) -> None:
