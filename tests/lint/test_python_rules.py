@@ -25,6 +25,7 @@ UNREAD = {
     "FSDPModule.set_reduce_scatter_max_input_buffers": {"recurse"},
     "FSDPModule.set_separate_reduce_scatter_group": {"enable", "recurse"},
     "FSDPModule.set_force_sum_reduction_for_comms": {"enable"},
+    "FSDPModule.set_post_optim_event": {"event"},
     "FSDPModule.set_unshard_in_backward": {"unshard_in_backward"},
     "DistributedDataParallel.__new__": {"output_device"},
     "FullyShardedDataParallel.__new__": {"use_orig_params"},

@@ -197,11 +197,7 @@ class FSDPModule:
         self._fsdpc_unit.divide_factor = float(factor)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Raise an error, because epochs already order gathers after steps, on every device."""
-        raise NotImplementedError(
-            "set_post_optim_event: gathers are ordered after optimizer steps by the engine's "
-            "epochs, so there is no event to wait for; drop the call"
-        )
+        """Accept but ignore the event, as epochs already order gathers after steps."""
 
     def reset_iter_state(self) -> None:
         """Reshard every unit after an exception in forward or backward."""

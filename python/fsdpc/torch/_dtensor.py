@@ -355,7 +355,10 @@ def is_replicated(spec: DTensorSpec) -> bool:
 def is_owned(tensor: ShardedTensor) -> bool:
     """Return whether a tensor belongs to a parameter that only some ranks of its unit have."""
     home = tensor.home()
-    return home is not None and tensor._spec.mesh is not home[0].recipe.mesh
+    if home is None:
+        return False
+    mesh, own = tensor._spec.mesh, home[0].recipe.mesh
+    return mesh is not own and mesh != own
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed.fsdp
 
 from fsdpc.display.text import say
 
@@ -56,9 +55,10 @@ def install() -> None:
     """
     if _pairs:
         return
+    from torch.distributed import fsdp
+
     import fsdpc.torch as ours
 
-    fsdp = torch.distributed.fsdp
     if not hasattr(fsdp, "fully_shard"):
         raise RuntimeError(f"torch {torch.__version__} has no torch.distributed.fsdp.fully_shard")
     theirs = {name: getattr(fsdp, name) for name in _NAMES if hasattr(fsdp, name)}

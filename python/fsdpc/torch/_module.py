@@ -153,6 +153,9 @@ class FSDPModule(fsdp_module.FSDPModule):
         """Raise an error, because the engine implements reductions."""
         raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept but ignore the option: gathers are always asynchronous."""
+
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accept but ignore the option, and log that communication uses the engine's memory."""
         if enable:
@@ -329,7 +332,7 @@ def fully_shard(
     ...     unit = fully_shard(layer)
     >>> model = fully_shard(model)
     >>> model(torch.ones(1, 4)).sum().backward()
-    >>> model[1].bias.grad.tolist()
+    >>> model[1].bias.grad.full_tensor().tolist()
     [1.0, 1.0]
     """
     if dp_mesh_dims is not None:
