@@ -50,7 +50,7 @@ fsdpc_status fsdpc_group_recv(fsdpc_group *group, int peer, uint64_t tag, void *
 /* FSDPC_IN_PROGRESS: not done yet. An idle work is done. */
 fsdpc_status fsdpc_group_test(fsdpc_group_work *work);
 fsdpc_status fsdpc_group_wait(fsdpc_group_work *work);
-/* Forgets an operation, after which its memory is no longer used. A receive that is not done is
+/* Forgets an operation; the group no longer uses its memory. A receive that is not done is
  * cancelled, and a send is finished from a copy. If a collective is not done, the group fails on all
  * ranks. */
 void fsdpc_group_drop(fsdpc_group_work *work);

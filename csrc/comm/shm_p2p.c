@@ -44,7 +44,7 @@ typedef struct aside {
 typedef struct source {
     header head;
     size_t head_moved, moved; /* bytes of the header and of the message */
-    bool placed; /* it is decided where the message goes: to one of these, or nowhere */
+    bool placed;              /* the message has a destination: one of these, or none */
     fsdpc_p2p_work *to;
     aside *to_aside;
     aside *oldest, *newest;

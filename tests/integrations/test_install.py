@@ -1,4 +1,4 @@
-"""``fsdpc.torch.install()`` below frameworks of FSDP2, beside torch's own ``fully_shard``."""
+"""Frameworks that call FSDP2, after ``fsdpc.torch.install()`` and with torch's own."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_what_a_command_misses(
 
 @pytest.mark.parametrize("module", [False, True])
 def test_a_script_runs_as_if_started_itself(module: bool, tmp_path: Path) -> None:
-    """With its arguments and the modules beside it: a path on ranks, a name in one process."""
+    """With its arguments and its folder's modules: a path on ranks, a name in one process."""
     (tmp_path / "beside.py").write_text("from torch.distributed.fsdp import fully_shard\n")
     (tmp_path / "script.py").write_text(
         "import sys\n"

@@ -441,7 +441,7 @@ def test_a_dropped_receive_does_not_fail_groups(tmp_path: Path) -> None:
         part: Any = dist.new_group([0, 1])
         late, last = torch.zeros(3), torch.zeros(1)
         never = dist.irecv(torch.empty(4), 1 - rank, group=part)  # its message is never sent
-        dist.irecv(late, 1 - rank, group=part, tag=1)  # completes, though nobody keeps it
+        dist.irecv(late, 1 - rank, group=part, tag=1)  # completes, although its work is dropped
         del never
         for tag, sent in ((1, torch.ones(3)), (2, torch.ones(1))):
             dist.send(sent, 1 - rank, group=part, tag=tag)

@@ -67,7 +67,7 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
     "a product of its own": lambda h, w: h @ (w.T @ w),
     "in place": lambda h, w: h.detach().mul_(w[0]),
 }
-#: What nobody can compute with.
+#: Reads that torch's DTensor refuses.
 OUTSIDE: dict[str, Callable[[Any, Any], Any]] = {
     "numpy": lambda h, w: h.detach().numpy() @ w.detach().numpy().T,
 }
@@ -94,13 +94,18 @@ class Tied(nn.Module):
         return self.read(self.e(i).tanh(), self.e.weight)
 
 
+def tied(read: Callable[[Any, Any], Any]) -> Any:
+    """The model, with its embedding as a unit of its own."""
+    torch.manual_seed(0)
+    model = Tied(read)
+    fully_shard(model.e)
+    return fully_shard(model)
+
+
 @pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("read", sorted(READS))
 def test_a_forward_does_not_read_rows_of_another_unit(read: str) -> None:
-    torch.manual_seed(0)
-    model = Tied(READS[read])
-    fully_shard(model.e)
-    fully_shard(model)
+    model = tied(READS[read])
     for _ in range(2):
         with pytest.raises(
             RuntimeError,
@@ -117,10 +122,7 @@ def test_a_forward_does_not_read_rows_of_another_unit(read: str) -> None:
 @pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("read", sorted(OUTSIDE))
 def test_nor_what_torch_does_not_compute(read: str) -> None:
-    torch.manual_seed(0)
-    model = Tied(OUTSIDE[read])
-    fully_shard(model.e)
-    fully_shard(model)
+    model = tied(OUTSIDE[read])
     with pytest.raises(RuntimeError, match=r"rows .* of .*e.weight' \(12, 4\)|numpy\(\) is not"):
         model(torch.arange(6))
 

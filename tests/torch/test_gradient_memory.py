@@ -126,7 +126,7 @@ def test_memory_lasts_as_long_as_what_is_kept() -> None:
     one = step(0)
     places = [p.grad.to_local().data_ptr() for p in ours.parameters()]
     assert all(places) and step(1) == one
-    assert places == [p.grad.to_local().data_ptr() for p in ours.parameters()]  # nobody kept any
+    assert places == [p.grad.to_local().data_ptr() for p in ours.parameters()]  # none was kept
     kept = ours.last.weight.grad
     assert one < step(2) < 2 * one  # that of one unit
     del kept

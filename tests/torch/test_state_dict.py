@@ -17,6 +17,7 @@ from .common import (
     both,
     build,
     full,
+    full_parameters,
     loss_of,
     shard,
     twin,
@@ -153,3 +154,27 @@ def test_one_name_of_a_tied_parameter_is_enough() -> None:
         found = ours.load_state_dict({name: value}, strict=False)
         assert len(found.missing_keys) == 1
         assert torch.equal(next(ours.parameters()).full_tensor(), value)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("plain", [False, True])
+def test_dtensors_of_another_mesh_are_loaded(plain: bool) -> None:
+    """Also into plain parameters, of which this rank has all rows."""
+    torch.manual_seed(3)
+    source = shard(build())
+    torch.manual_seed(4)
+    target = build()
+    options = {"dtensor": False} if plain else {}
+    replicas = fsdpc.init_device_mesh("cpu", (2, 1))
+    for module in (*target.blocks, target):
+        fully_shard(module, mesh=replicas, **options)
+    target.load_state_dict(source.state_dict())
+    expected = full_parameters(source)
+    for name, value in full_parameters(target).items():
+        assert torch.equal(value, expected[name]), name
+    for p in source.parameters():
+        p.data.zero_()
+    if not plain:
+        source.load_state_dict(target.state_dict())
+        for name, value in full_parameters(source).items():
+            assert torch.equal(value, expected[name]), name

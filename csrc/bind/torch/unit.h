@@ -42,7 +42,7 @@ typedef struct fsdpc_torch_param {
     bool listening;    /* the hook is registered */
 } fsdpc_torch_param;
 
-/* The place where a module stores a parameter: dict[name] is the sharded parameter or the unsharded
+/* A place where a module stores a parameter: dict[name] is its sharded or its unsharded
  * parameter. */
 typedef struct fsdpc_torch_slot {
     PyObject *dict, *name;

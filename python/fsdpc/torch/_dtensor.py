@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,6 +40,11 @@ _descriptor: Any = DTensor.__dict__["_local_tensor"]
 rows_of: Callable[[DTensor], torch.Tensor] = _descriptor.__get__
 
 
+def _caller() -> str:
+    """Return the module that calls the method that calls this."""
+    return str(sys._getframe(2).f_globals.get("__name__"))
+
+
 class _Running(threading.local):
     """The sharded modules that run in this thread, outermost first."""
 
@@ -50,11 +55,30 @@ class _Running(threading.local):
 RUNNING = _Running()
 
 
-class Pending:
-    """Units whose gradients have a clipping factor that is still to be applied."""
+class _Pending:
+    """Live units whose gradients have a clipping factor that is still to be applied."""
 
-    any = False
-    settle: Callable[[], None]  # set by _grads.py
+    def __init__(self) -> None:
+        self.states: weakref.WeakSet[UnitState] = weakref.WeakSet()
+        self.any = False
+
+    def add(self, states: Iterable[UnitState]) -> None:
+        """Add units; every rank does this, whether or not it reads their gradients."""
+        for state in states:
+            self.states.add(state)
+            self.any = True
+            if state.root is not None:
+                state.root.measured.outdate()
+
+    def settle(self) -> None:
+        """Apply the factors."""
+        self.any = False
+        for state in self.states:
+            state.torch_unit.apply_scale()
+        self.states.clear()
+
+
+PENDING = _Pending()
 
 
 class Operations:
@@ -77,8 +101,8 @@ class ShardedTensor(DTensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if Pending.any:
-            Pending.settle()
+        if PENDING.any:
+            PENDING.settle()
         return Operations.run(func, args, kwargs or {})
 
     def home(self) -> tuple[UnitState, int] | None:
@@ -134,8 +158,7 @@ class ShardedTensor(DTensor):
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """Behave as for any tensor, but raise if torch's own ``fully_shard`` is the caller."""
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if caller.startswith("torch.distributed.fsdp"):
+        if _caller().startswith("torch.distributed.fsdp"):
             raise RuntimeError(
                 f"torch.distributed.fsdp would shard {name_of(self)}, which fsdpc shards already: "
                 "leave its fully_shard (or replicate) out"
@@ -144,7 +167,7 @@ class ShardedTensor(DTensor):
 
     def untyped_storage(self) -> Any:
         """Raise if the caller saves memory, because the local tensor's has only some rows."""
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        caller = _caller()
         if caller.startswith(("safetensors", "accelerate")):
             raise RuntimeError(
                 f"{name_of(self)} is a DTensor without a storage, and {caller} would take its rows "
@@ -157,8 +180,7 @@ class ShardedTensor(DTensor):
 
     def data_ptr(self) -> int:
         """Return 0, as any DTensor does; accelerate identifies parameters by their rows."""
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        return self._local_tensor.data_ptr() if caller.startswith("accelerate") else 0
+        return self._local_tensor.data_ptr() if _caller().startswith("accelerate") else 0
 
     def __tensor_flatten__(self) -> Any:
         frame: Any = sys._getframe(1)
@@ -186,7 +208,7 @@ class ShardedTensor(DTensor):
         These schedules find a weight in autograd's graph through a view. Sharded parameters are
         never in the graph, so they would get no gradients.
         """
-        if sys._getframe(1).f_globals.get("__name__") == _SPLIT_BACKWARD:
+        if _caller() == _SPLIT_BACKWARD:
             raise NotImplementedError(
                 f"a pipeline schedule that splits backward, with {name_of(self)}: "
                 "ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV find "
@@ -290,8 +312,8 @@ class ShardedGrad(ShardedTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        if Pending.any:
-            Pending.settle()
+        if PENDING.any:
+            PENDING.settle()
         return rows_of(self)
 
     @_local_tensor.setter
@@ -350,6 +372,11 @@ def name_of(tensor: ShardedTensor) -> str:
 def is_replicated(spec: DTensorSpec) -> bool:
     """Return whether every rank of the mesh has the whole tensor."""
     return all(p.is_replicate() for p in spec.placements)
+
+
+def agree(a: DTensorSpec, b: DTensorSpec) -> bool:
+    """Return whether tensors of these specs have the same rows on every rank."""
+    return a.placements == b.placements and a.shape == b.shape and a.mesh == b.mesh
 
 
 def is_owned(tensor: ShardedTensor) -> bool:

@@ -1,16 +1,13 @@
-"""Norms of gradients and parameters over all ranks, and clipping factors that are still pending.
+"""Norms of gradients and parameters over all ranks.
 
 The engine computes norms exactly from all ranks' rows. The first read computes the norms of all
 gradients of the model in one small collective. Later reads return those results until the gradient
 changes. The decision to compute depends only on the program and never on this rank's rows, so all
 ranks decide alike.
-
-If clipping has deferred a factor to the optimizer, any operation on a gradient applies it first.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,39 +15,19 @@ import torch
 
 from fsdpc import _core
 from fsdpc.torch import _device
-from fsdpc.torch._dtensor import DerivedTensor, Pending, ShardedGrad, ShardedTensor, replicated
+from fsdpc.torch._dtensor import (
+    DerivedTensor,
+    ShardedGrad,
+    ShardedTensor,
+    local_of,
+    replicated,
+)
 from fsdpc.torch._operations import by_torch, handle
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import Root, UnitState
 
 Held = tuple["UnitState", int, ShardedTensor]
-
-
-class _Waiting:
-    """Live units whose gradients have a clipping factor that is still to be applied."""
-
-    def __init__(self) -> None:
-        self.states: weakref.WeakSet[UnitState] = weakref.WeakSet()
-
-    def add(self, states: Iterable[UnitState]) -> None:
-        """Add units; every rank does this, whether or not it reads their gradients."""
-        for state in states:
-            self.states.add(state)
-            Pending.any = True
-            if state.root is not None:
-                state.root.measured.outdate()
-
-    def settle(self) -> None:
-        """Apply the factors."""
-        Pending.any = False
-        for state in self.states:
-            state.torch_unit.apply_scale()
-        self.states.clear()
-
-
-PENDING = _Waiting()
-Pending.settle = PENDING.settle
 
 
 class Measured:
@@ -165,8 +142,7 @@ def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[tuple[list[int], list[
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Implement GradScaler's unscaling; an infinity on one rank is reported on all ranks."""
     grads, found, scale = args
-    local = [g._local_tensor if isinstance(g, ShardedTensor) else g for g in grads]
-    func(local, found, scale)
+    func([local_of(g) for g in grads], found, scale)
     held = next((h for h in map(_held, grads) if h is not None), None)
     for comm in held[0].comms if held else ():
         if comm.size > 1 and found.numel():

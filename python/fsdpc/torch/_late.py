@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdpc.sharding.rules import Inside, outside_units
-from fsdpc.torch._dtensor import ShardedTensor
+from fsdpc.torch._dtensor import ShardedTensor, agree
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -40,14 +40,12 @@ def _note(module: nn.Module, name: str, value: Any) -> Any:
     if module not in _inside:
         return None
     held = module._parameters.get(name)
-    if isinstance(held, ShardedTensor) and isinstance(value, DTensor) and value is not held:
-        a, b = held._spec, value._spec
-        if (a.placements, a.shape, a.mesh) == (b.placements, b.shape, b.mesh):
-            if held.dtype is value.dtype and held.home() is not None:
-                held.data = value.detach()
-                state, index = held.home()  # type: ignore[misc]
-                state.trust(index)
-                return held.requires_grad_(value.requires_grad)
+    home = held.home() if isinstance(held, ShardedTensor) else None
+    if home is not None and isinstance(value, DTensor) and value is not held:
+        if agree(held._spec, value._spec) and held.dtype is value.dtype:  # type: ignore[union-attr]
+            held.data = value.detach()  # type: ignore[union-attr]
+            home[0].trust(home[1])
+            return held.requires_grad_(value.requires_grad)  # type: ignore[union-attr]
     Registered.count += 1
     return None
 

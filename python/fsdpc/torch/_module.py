@@ -187,8 +187,7 @@ class FSDPModule(fsdp_module.FSDPModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the parameters' DTensors and the buffers, under the plain model's names."""
         for state in states_of(self):  # type: ignore[arg-type]
-            if not state.summoned:
-                state.check_slots()
+            state.check_slots()
             state.torch_unit.follow()
         return super(fsdp_module.FSDPModule, self).state_dict(*args, **kwargs)
 
@@ -205,8 +204,7 @@ class FSDPModule(fsdp_module.FSDPModule):
             Use the tensors' dtypes; values are copied, so different dtypes raise.
         """
         for state in states_of(self):  # type: ignore[arg-type]
-            if not state.summoned:
-                state.check_slots()
+            state.check_slots()
         parent: Any = super(fsdp_module.FSDPModule, self)
         return parent.load_state_dict(state_dict, strict=strict, assign=assign)
 

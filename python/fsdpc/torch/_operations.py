@@ -36,8 +36,10 @@ from fsdpc.torch._dtensor import (
     Operations,
     ShardedGrad,
     ShardedTensor,
+    agree,
     is_owned,
     is_replicated,
+    local_of,
     name_of,
     refuse_mixed,
     replicated,
@@ -72,6 +74,16 @@ def _word(func: Any) -> str:
     return func._schema.name.removeprefix("aten::")
 
 
+def _ours(values: Iterable[Any]) -> ShardedTensor:
+    """Return the first sharded tensor of an operation's arguments."""
+    return next(t for t in _tensors(values) if isinstance(t, ShardedTensor))
+
+
+def _is_mixed(value: torch.Tensor) -> bool:
+    """Return whether a plain tensor must not meet a DTensor: other ranks' may differ."""
+    return bool(value.dim()) or (value.requires_grad and torch.is_grad_enabled())
+
+
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -99,7 +111,7 @@ class _Unwrapper:
         if not isinstance(value, torch.Tensor):
             return value
         if not isinstance(value, DTensor):
-            if value.dim() or (value.requires_grad and torch.is_grad_enabled()):
+            if _is_mixed(value):
                 raise _NotLocal
             return value
         spec = value._spec
@@ -112,7 +124,7 @@ class _Unwrapper:
             if any(p.is_partial() for p in spec.placements):
                 raise _NotLocal
             self.like[at] = value
-        elif like._spec is not spec and not _agree(like._spec, spec):
+        elif like._spec is not spec and not agree(like._spec, spec):
             raise _NotLocal
         return value._local_tensor
 
@@ -129,10 +141,6 @@ class _Unwrapper:
                 continue
             local.append(self.one(value, at))
         return local
-
-
-def _agree(a: DTensorSpec, b: DTensorSpec) -> bool:
-    return a.placements == b.placements and a.shape == b.shape and a.mesh == b.mesh
 
 
 def _spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -280,12 +288,11 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that draws random numbers for its result on whole tensors."""
-    ours = next(t for t in _tensors((*args, *kwargs.values())) if isinstance(t, ShardedTensor))
-    return _again(func(*map(_whole, args), **{k: _whole(v) for k, v in kwargs.items()}), ours)
+    return _again(_on(_whole, func, args, kwargs), _ours((*args, *kwargs.values())))
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement ``copy_()``; a copy onto itself, as in loading, is no write."""
+    """Implement ``copy_()``; copying a tensor onto itself, as loading does, changes nothing."""
     to, source = args[:2]
     if isinstance(source, DTensor) and isinstance(to, ShardedTensor):
         if rows_of(source) is rows_of(to):
@@ -297,9 +304,9 @@ def part_of(tensor: DTensor, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor that is equal on all ranks."""
     spec = tensor._spec
     if isinstance(tensor, ShardedTensor) and not isinstance(tensor, DerivedTensor):
-        state, index = tensor._fsdpc[0](), tensor._fsdpc[1]
-        if state is not None:
-            return state.own_rows(index, whole)
+        home = tensor.home()
+        if home is not None:
+            return home[0].own_rows(home[1], whole)
     return distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)._local_tensor
 
 
@@ -310,8 +317,7 @@ def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return by_torch(func, args, kwargs)
     _check_writes(func, [out])
     whole = torch.empty(out.shape, dtype=out.dtype, device=out._local_tensor.device)
-    given = [_whole(a) for a in args]
-    result = func(*given, **{k: _whole(v) for k, v in kwargs.items() if k != "out"}, out=whole)
+    result = _on(_whole, func, args, {k: v for k, v in kwargs.items() if k != "out"}, out=whole)
     if result.shape != out.shape:
         raise ValueError(
             f"{_word(func)} with out= of {name_of(out)}, and the result is {tuple(result.shape)}"
@@ -321,10 +327,29 @@ def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_whole, value))
-    return _replicate(value)._local_tensor if isinstance(value, DTensor) else value
+def _whole(tensor: DTensor) -> torch.Tensor:
+    """Return a DTensor whole, as a plain tensor; collective."""
+    spec = tensor._spec
+    with torch.no_grad():
+        base = DTensor(tensor._local_tensor, spec, requires_grad=False)
+        return base.redistribute(placements=[Replicate()] * spec.mesh.ndim)._local_tensor
+
+
+def _on(
+    change: Callable[[DTensor], torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    **more: Any,
+) -> Any:
+    """Run an operation on plain tensors, into which ``change`` turns the DTensors."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(plain, value))
+        return change(value) if isinstance(value, DTensor) else value
+
+    return func(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()}, **more)
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -336,8 +361,7 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{name_of(tensor)}; full_tensor() has all"
         )
     if isinstance(tensor, DerivedTensor) and is_owned(tensor) and _is_stepping():
-        is_owner = tensor._spec.mesh.get_coordinate() is not None
-        return func(tensor._local_tensor) if is_owner else math.nan  # of no rows
+        return math.nan if _is_elsewhere(tensor) else func(tensor._local_tensor)  # nan: of no rows
     if is_owned(tensor):  # a DerivedTensor raises, on all ranks alike
         return func(tensor.detach().full_tensor())
     return func(_whole(tensor))
@@ -358,10 +382,8 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Implement ``torch.equal``, which says the same on all ranks; collective."""
     for other in _tensors(args):
         if not isinstance(other, DTensor) and other.dim():
-            ours = next(t for t in args if isinstance(t, ShardedTensor))
-            refuse_mixed(_word(func), ours, other)
-    whole = [t.full_tensor() if isinstance(t, ShardedTensor) else _whole(t) for t in args]
-    return func(*whole)
+            refuse_mixed(_word(func), _ours(args), other)
+    return _on(lambda t: t.full_tensor(), func, args, kwargs)
 
 
 def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -374,14 +396,6 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 # ---- operations by torch ----
-
-
-def _replicate(tensor: DTensor) -> DTensor:
-    """Return a tensor that every rank of its mesh has whole; collective."""
-    spec = tensor._spec
-    with torch.no_grad():
-        base = DTensor(tensor._local_tensor, spec, requires_grad=False)
-        return base.redistribute(placements=[Replicate()] * spec.mesh.ndim)
 
 
 def _is_uneven(spec: DTensorSpec) -> bool:
@@ -400,13 +414,12 @@ def _is_view(func: Any) -> bool:
 def by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation by torch's DTensor; locally if all operands are replicated."""
     values = list(_tensors((*args, *kwargs.values())))
-    ours = next(v for v in values if isinstance(v, ShardedTensor))
+    ours = _ours(values)
     if func is _aten.cat.default and not torch.is_grad_enabled():
         args = ([_zeros(v, ours) for v in args[0]], *args[1:])
         values = args[0]
     for other in values:
-        plain = type(other) in _PLAIN
-        if plain and (other.dim() or (other.requires_grad and torch.is_grad_enabled())):
+        if type(other) in _PLAIN and _is_mixed(other):
             refuse_mixed(_word(func), ours, other)
     written = _written(func, args) if func._schema.is_mutable else []
     if written and _is_elsewhere(args[0]):
@@ -441,16 +454,12 @@ def _by_torch(
         is_view = _is_view(func)
         alike = all(s.mesh == specs[0].mesh for s in specs) and not is_owned(ours)
         if alike and all(map(is_replicated, specs)):
-            result = func(*map(_rows, args), **{k: _rows(v) for k, v in kwargs.items()})
-            if not is_view:
-                return _again(result, ours)
-            result = _again(result, ours, False)
-            for view in _tensors([result]):
+            result = _again(_on(local_of, func, args, kwargs), ours, not is_view)
+            for view in _tensors([result]) if is_view else ():
                 _marked(view, ours)
             return result
         if alike and not is_view and any(map(_is_uneven, specs)):
-            named = {k: _whole(v) for k, v in kwargs.items()}
-            return _again(func(*map(_whole, args), **named), ours)
+            return _again(_on(_whole, func, args, kwargs), ours)
         if is_view:
             return _view(func, args, kwargs, ours)
     result = _dispatched(func, args, kwargs)
@@ -462,12 +471,6 @@ def _by_torch(
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return DTensor.__torch_dispatch__.__func__(ShardedTensor, func, (), args, kwargs)  # type: ignore[attr-defined]
-
-
-def _rows(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_rows, value))
-    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _again(result: Any, ours: ShardedTensor, cuts: bool = True) -> Any:
@@ -487,13 +490,13 @@ def _again(result: Any, ours: ShardedTensor, cuts: bool = True) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ours: ShardedTensor) -> Any:
-    """Run an operation that returns views. A view that is no longer cut is of a copy."""
+    """Run an operation that returns views. If a view is not cut, torch has copied the rows."""
     try:
         result = _derived(_dispatched(func, args, kwargs), ours, False)
     except RuntimeError:
         if not _is_uneven(ours._spec):
             raise
-        result = _again(func(*map(_whole, args), **kwargs), ours, False)
+        result = _again(_on(_whole, func, args, kwargs), ours, False)
     was_cut = any(p.is_shard() for p in ours._spec.placements)
     for view in _tensors([result]):
         if isinstance(view, ShardedTensor):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdpc.torch._dtensor import ShardedTensor
+from fsdpc.torch._dtensor import agree
 
 
 def params_of(optimizer: Any) -> list[Any]:
@@ -61,9 +61,7 @@ def local(p: Any, value: torch.Tensor) -> torch.Tensor:
     state, i = info._state, info._index
     if isinstance(value, DTensor):
         check(p, "a state", value)
-        if isinstance(value, ShardedTensor) or not isinstance(p, DTensor):
-            return value._local_tensor
-        if value._spec.placements == p._spec.placements and value._spec.mesh == p._spec.mesh:
+        if isinstance(p, DTensor) and agree(value._spec, p._spec):
             return value._local_tensor
         return state.own_rows(i, value.full_tensor())
     if value.shape == info.shape and value.shape != state.rows[i].shape:

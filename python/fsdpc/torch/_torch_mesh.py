@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -102,50 +103,53 @@ def _from_groups(groups: Sequence[Any]) -> DeviceMesh:
         try:
             return DeviceMesh.from_group(groups[0], kind)
         except RuntimeError:  # a group that torch.distributed did not create has no name
-            ranks = dist.get_process_group_ranks(groups[0])
-            return DeviceMesh(kind, ranks, _init_backend=False)
+            return _without_groups(dist.get_process_group_ranks(groups[0]))
     rows = [None] * dist.get_world_size(groups[0])
     dist.all_gather_object(rows, dist.get_process_group_ranks(groups[1]), groups[0])
     mesh = torch.tensor(rows)
     return DeviceMesh.from_group(list(groups), kind, mesh, mesh_dim_names=("replicate", "shard"))
 
 
-_known: dict[Any, DeviceMesh] = {}
+def _without_groups(ranks: Any, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return a mesh over which tensors can be placed, but not communicate."""
+    return DeviceMesh(_device.home().type, ranks, mesh_dim_names=names, _init_backend=False)
+
+
+#: Meshes of a live default group, by device type and ranks. A model's units share them.
+_known: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
 
 
 def _made(where: Placement, shape: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh of this shape, created once for each default group; collective at first."""
-    key = (id(dist.group.WORLD), _device.home().type, shape, *map(id, where.comms))
-    if key not in _known:
-        names = ("replicate", "shard")[-len(shape) :] if len(shape) == 2 else None
-        kind, world = _device.home().type, dist.get_world_size()
-        try:
-            if np.prod(shape) == world:
-                _known[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
-            else:
-                _known[key] = _apart(where, shape, names)
-        except RuntimeError:  # the default group has no name, as torch did not create it
-            ranks = np.arange(world).reshape(shape)
-            _known[key] = DeviceMesh(kind, ranks, mesh_dim_names=names, _init_backend=False)
-    return _known[key]
+    """Return a mesh of this shape, created once for each default group; collective."""
+    world = dist.get_world_size()
+    ranks = (np.arange(world) if np.prod(shape) == world else _ranks_of(where)).reshape(shape)
+    known = _known.setdefault(dist.group.WORLD, {})
+    key = _device.home().type, shape, ranks.tobytes()
+    if key not in known:
+        names = ("replicate", "shard") if len(shape) == 2 else None
+        make = _with_groups if ranks.size == world else _without_groups
+        known[key] = make(ranks, names)
+    return known[key]
 
 
-def _apart(where: Placement, shape: tuple[int, ...], names: Any) -> DeviceMesh:
-    """Return a mesh of some of the ranks, without process groups."""
+def _ranks_of(where: Placement) -> np.ndarray:
+    """Return the ranks of communicators that some ranks share; collective over them."""
     ranks = np.array([dist.get_rank()])
     for comm in where.comms:
         if comm.size > 1:
             ranks = comm.all_gather(_core.tensor(ranks)).numpy().reshape(-1)
-    return DeviceMesh(
-        _device.home().type, ranks.reshape(shape), mesh_dim_names=names, _init_backend=False
-    )
+    return ranks
+
+
+def _with_groups(ranks: np.ndarray, names: tuple[str, ...] | None) -> DeviceMesh:
+    """Return a mesh of all ranks, in which each dimension has its process groups."""
+    try:
+        return init_device_mesh(_device.home().type, ranks.shape, mesh_dim_names=names)
+    except RuntimeError:  # the default group has no name, as torch did not create it
+        return _without_groups(ranks, names)
 
 
 @cache
-def _owners(mesh: DeviceMesh, owner: int) -> DeviceMesh:
-    return DeviceMesh(mesh.device_type, mesh.mesh[..., owner].reshape(-1), _init_backend=False)
-
-
 def owners_of(mesh: DeviceMesh, owner: int) -> DeviceMesh:
     """Return the mesh of the ranks with this coordinate in the last dimension of a mesh."""
-    return _owners(mesh, owner)
+    return _without_groups(mesh.mesh[..., owner].reshape(-1))

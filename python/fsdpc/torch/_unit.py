@@ -236,8 +236,8 @@ class UnitState:
         return [i for i in range(len(self.params)) if self.version(i) != self.trusted[i]]
 
     def check_slots(self) -> None:
-        """Raise if a parameter has been replaced with another object."""
-        for owner, key, i in self.slots:
+        """Raise if a parameter has been replaced with another object, except by summoned copies."""
+        for owner, key, i in () if self.summoned else self.slots:
             value = owner.get(key)
             own = (self.params[i], *self.unsharded[i : i + 1])
             if all(value is not p for p in own):
@@ -253,10 +253,9 @@ class UnitState:
         If given the params themselves, mark them as summoned and keep the modules from being
         called.
         """
-        if not self.summoned:
-            if unsharded is None:
-                return
-            self.check_slots()
+        if unsharded is None and not self.summoned:
+            return
+        self.check_slots()
         for owner, key, i in self.slots:
             owner[key] = (unsharded or self.params)[i]
         self.summoned = unsharded is not None
@@ -469,8 +468,7 @@ def make_root(module: nn.Module) -> Root:
     name_units(module)
     ordered = states_of(module)
     for state in ordered:
-        if not state.summoned:
-            state.check_slots()
+        state.check_slots()
         state.missing.difference_update(state.written())
         if state.missing:
             refuse_missing(state)

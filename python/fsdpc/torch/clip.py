@@ -11,8 +11,7 @@ from torch import nn
 
 from fsdpc import _core
 from fsdpc.torch import _device
-from fsdpc.torch._dtensor import ShardedTensor, replicated
-from fsdpc.torch._grads import PENDING
+from fsdpc.torch._dtensor import PENDING, ShardedTensor, replicated
 from fsdpc.torch._unit import take_grads
 
 

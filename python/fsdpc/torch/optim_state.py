@@ -40,9 +40,9 @@ def get_optimizer_state_dict(
         Other ranks take part and get an empty dict.
     sharded : bool, default False
         Return copies as DTensors instead, which ``torch.distributed.checkpoint`` saves, and loads
-        at any number of ranks. An optimizer that has not stepped creates
-        its states in a step with zero gradients and learning rate 0, as in torch's function of
-        this name. :func:`set_optimizer_state_dict` loads the rows.
+        at any number of ranks. An optimizer that has not stepped creates its states in a step with
+        zero gradients and learning rate 0, as in torch's function of this name.
+        :func:`set_optimizer_state_dict` loads them.
 
     Returns
     -------
@@ -185,7 +185,7 @@ class Saved:
 
 
 def local_optimizer_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return this rank's rows of the states, by parameter name."""
+    """Return copies of the states as they are, DTensors, by parameter name."""
     return _by_name(model, optimizer, lambda p, value: value.clone())
 
 
