@@ -2312,9 +2312,14 @@ class TorchUnit:
         set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None],
         at_end: Callable[[], None],
         mates: list[TorchUnit],
+        stored: list[Callable[[Any], Any] | None],
         /,
     ) -> None:
-        """Set the unsharded tensors, the callbacks, and the TorchUnits that have the same root."""
+        """Set the unsharded tensors, the callbacks, and the TorchUnits that have the same root.
+
+        ``stored`` has, for each parameter, a function that returns the part of a gradient that the
+        unit stores, or None if that is all of it.
+        """
     def enter(self, grad: bool, in_task: bool, /) -> bool:
         """Begin a module's forward."""
     def leave(self) -> None:

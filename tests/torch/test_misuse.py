@@ -263,14 +263,14 @@ class Gathers(torch.Tensor):
 @pytest.mark.ranks(1)
 def test_parameters_that_are_no_plain_tensors(tmp_path: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor
     from torch.testing._internal.two_tensor import TwoTensor
 
     join_gloo(tmp_path)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     values = torch.ones(4, 4)
     for value, error, what in (
-        (distribute_tensor(values, mesh["tp"], [Shard(0)]), NotImplementedError, "DTensor over"),
+        (DTensor.from_local(values.to(torch.int8), mesh["tp"]), TypeError, "torch.int8 cannot"),
         (TwoTensor(values, values), NotImplementedError, "TwoTensor, a subclass"),
         (values.as_subclass(Gathers), NotImplementedError, "Gathers, whose fsdp_pre"),
         (values.to(torch.int8), TypeError, "torch.int8 cannot be sharded"),
@@ -298,9 +298,6 @@ def test_errors_have_the_types_of_fsdp2() -> None:
     for wrong, error in (("2", TypeError), (True, TypeError), (0, ValueError)):
         with pytest.raises(error, match=f"max_input_buffers takes .*{wrong}"):
             ours.set_reduce_scatter_max_input_buffers(wrong)
-    from torch.distributed.tensor import Shard
-
-    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(-p.dim()))
 
 
 @pytest.mark.ranks(2)

@@ -198,11 +198,6 @@ def test_bad_input() -> None:
         optim.AdamW(net.parameters(), lr=-1)
     with pytest.raises(NotImplementedError, match="set_all_reduce_hook"):
         net.set_all_reduce_hook(lambda t: None)
-    from torch.distributed.tensor import Shard
-
-    with pytest.raises(NotImplementedError, match="dimension 0"):
-        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1))
-    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(0))
 
 
 @pytest.mark.ranks([1, 2])

@@ -128,3 +128,11 @@ def test_prepare_by_hand(tmp_path: Path) -> None:
     seen = losses(output)
     assert len(seen) == 4 and seen[-1] < 0.7 * seen[0]
     assert "[0] weight decay of the groups: [0.1, 0.0]" in output
+
+
+@pytest.mark.ranks(4, timeout=300)
+def test_tensor_parallel(tmp_path: Path) -> None:
+    output = here(tmp_path, "torch/09_tensor_parallel.py", "61")
+    seen = losses(output)
+    assert len(seen) == 7 and seen[-1] < 0.8 * seen[0]
+    assert "(128, 32) placed as (_StridedShard(dim=0, sf=2), Shard(dim=0)): (32, 32)" in output

@@ -15,27 +15,28 @@
  * A sharded parameter may itself be part of the graph, for example for a parameter penalty; the
  * foreign autograd then stores a gradient in the sharded parameter's `.grad`. Before the unit's
  * backward, that gradient is taken like any other. Later, a reduction may already be writing to the
- * shard. Pieces therefore have no gradient when a backward begins, and any gradient that they have
+ * shard. Sharded parameters therefore have no gradient when a backward begins, and any gradient that they have
  * when it ends is then added to the shard.
  */
 #include "bind/torch/unit.h"
 
 #include "ops/flat_ops.h"
 
-/* Returns the gradient as a dense tensor in the unsharded parameter's dtype, which is nearly always
- * the gradient itself. */
+/* Returns what the unit stores of a gradient, as a dense tensor in the unsharded parameter's dtype.
+ * That is nearly always the gradient itself. */
 static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
                        PyObject *grad)
 {
-    PyObject *its = PyObject_GetAttr(grad, self->names.dtype);
-    if (!its)
+    PyObject *result = param->stored ? PyObject_CallOneArg(param->stored, grad) : Py_NewRef(grad);
+    PyObject *its = result ? PyObject_GetAttr(result, self->names.dtype) : NULL;
+    if (its && its != param->dtype)
+        Py_SETREF(result, PyObject_CallMethodOneArg(result, self->names.to, param->dtype));
+    if (!its || !result) {
+        Py_XDECREF(its);
+        Py_XDECREF(result);
         return NULL;
-    PyObject *result = its == param->dtype
-                           ? Py_NewRef(grad)
-                           : PyObject_CallMethodOneArg(grad, self->names.to, param->dtype);
+    }
     Py_DECREF(its);
-    if (!result)
-        return NULL;
     PyObject *yes = PyObject_CallMethodNoArgs(result, self->names.is_contiguous);
     if (yes != Py_True) {
         PyObject *copy = yes ? PyObject_CallMethodNoArgs(result, self->names.contiguous) : NULL;

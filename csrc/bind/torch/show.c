@@ -16,7 +16,7 @@
  * frozen forward in between, such as that of a policy's reference with adapters disabled, has no
  * effect.
  *
- * Pieces must not be used as weights: a submodule called outside its unit, such as a head called
+ * Shards must not be used as weights: a submodule called outside its unit, such as a head called
  * from a loss function, would compute with only this rank's rows. While sharded parameters are
  * shown, modules that read parameters therefore have a forward that raises. A forward set by the
  * user is left unchanged.

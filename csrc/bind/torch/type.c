@@ -82,22 +82,24 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return NULL;
 }
 
-/* bind(unsharded, bases, foreign, set_version, at_end, mates): `foreign` is the memory of
- * `bases`, or None. */
+/* bind(unsharded, bases, foreign, set_version, at_end, mates, stored): `foreign` is the memory of
+ * `bases`, or None; `stored` has a function or None for each parameter. */
 static PyObject *torch_unit_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    PyObject *unsharded, *bases, *foreign, *set, *at_end, *mates;
-    if (!PyArg_ParseTuple(args, "O!O!OOOO!", &PyList_Type, &unsharded, &PyTuple_Type, &bases,
-                          &foreign, &set, &at_end, &PyList_Type, &mates))
+    PyObject *unsharded, *bases, *foreign, *set, *at_end, *mates, *stored;
+    if (!PyArg_ParseTuple(args, "O!O!OOOO!O!", &PyList_Type, &unsharded, &PyTuple_Type, &bases,
+                          &foreign, &set, &at_end, &PyList_Type, &mates, &PyList_Type, &stored))
         return NULL;
-    if (PyList_GET_SIZE(unsharded) != self->n_params)
+    if (PyList_GET_SIZE(unsharded) != self->n_params || PyList_GET_SIZE(stored) != self->n_params)
         return PyErr_Format(PyExc_ValueError,
                             "bind takes an unsharded parameter for each of %d parameters",
                             self->n_params);
     for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         Py_XSETREF(p->unsharded, Py_NewRef(PyList_GET_ITEM(unsharded, i)));
+        PyObject *part = PyList_GET_ITEM(stored, i);
+        Py_XSETREF(p->stored, part == Py_None ? NULL : Py_NewRef(part));
         Py_XSETREF(p->dtype, PyObject_GetAttr(p->unsharded, self->names.dtype));
         if (!p->dtype)
             return NULL;
@@ -126,6 +128,7 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->params[i].early);
         Py_VISIT(self->params[i].given);
         Py_VISIT(self->params[i].hook);
+        Py_VISIT(self->params[i].stored);
     }
     for (int s = 0; s < self->n_slots; s++)
         Py_VISIT(self->slots[s].dict);
@@ -162,6 +165,7 @@ static int torch_unit_clear(PyObject *object)
         Py_CLEAR(p->early);
         Py_CLEAR(p->given);
         Py_CLEAR(p->hook);
+        Py_CLEAR(p->stored);
         Py_CLEAR(p->dtype);
     }
     for (int s = 0; s < n_slots; s++) {

@@ -33,6 +33,7 @@ typedef struct fsdpc_torch_param {
     bool aside;    /* in a backward: it was set, and is None for now */
     PyObject *own; /* while gradients are handed out: the sharded parameter's own, from the graph */
     PyObject *hook;    /* GradHook, registered once the parameter is trainable */
+    PyObject *stored;  /* stored(gradient): the part that the unit stores, or NULL: all of it */
     PyObject *dtype;   /* of the unsharded parameter; foreign dtypes are compared by identity */
     void *master;      /* address of the sharded parameter's memory; NULL: none */
     bool narrow;       /* the sharded parameter's dtype is not the gradient shard's */

@@ -1,9 +1,9 @@
 """The torch part of ``fsdpc.checkpoint``: modules, optimizers and random number generators.
 
 The rows of a unit's parameters are the engine's masters, and are read and written like those of
-native modules. All other parameters and all buffers are whole on every rank. Options that select an
-implementation (``foreach``, ``fused``) are not saved, so that the checkpoints of one frontend load
-in the other.
+native modules; ``_even_parts.py`` is for parameters that have no such rows. All other parameters
+and all buffers are whole on every rank. Options that select an implementation (``foreach``,
+``fused``) are not saved, so that the checkpoints of one frontend load in the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,16 @@ from fsdpc.checkpoint.shards import (
     shards_of,
 )
 from fsdpc.torch import _device
-from fsdpc.torch._dtensor import local_of
-from fsdpc.torch._unit import ShardInfo, UnitState, states_of
+from fsdpc.torch._dtensor import gathered, local_of
+from fsdpc.torch._even_parts import (
+    comms_of_others,
+    empty_part,
+    first_of,
+    full_of,
+    is_consecutive,
+    part_of,
+)
+from fsdpc.torch._unit import ShardInfo, UnitState, full_value, states_of
 from fsdpc.torch.optim import FlatOptimizer
 from fsdpc.torch.state_dict import local_state_dict
 
@@ -42,9 +50,12 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
     """Map the ``id()`` of each sharded and unsharded parameter to its unit and index."""
     _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
-    for state in states_of(model):
+    states = states_of(model)
+    others = prod(comm.size for comm in comms_of_others(states))
+    for state in states:
         ranks = prod(comm.size for comm in state.comms)
-        if not distributed.is_initialized() or ranks != distributed.world_size():
+        world = distributed.world_size() if distributed.is_initialized() else 0
+        if world not in (ranks, ranks * others):
             raise NotImplementedError(
                 f"a checkpoint of '{state.unit.name}', which {ranks} of all ranks share: files are "
                 "of all ranks; save what get_model_state_dict(model, rank0_only=True) and "
@@ -83,20 +94,28 @@ def _(model: nn.Module, write: bool) -> Held:
     first_names: dict[int, str] = {}
     shards: list[Shard] = []
     aliases: dict[str, str] = {}
+    parts: dict[str, torch.Tensor] = {}
     for name, t in named.items():
         if id(t) in first_names:
             aliases[name] = first_names[id(t)]
             continue
         first_names[id(t)] = name
-        if id(t) in units:
+        if id(t) not in units:
+            shards.append(plain_shard(name, _memory(name, t)))
+        elif is_consecutive(*units[id(t)]):
             shards.append(_shard(name, *units[id(t)], write))
         else:
-            shards.append(plain_shard(name, _memory(name, t)))
+            shards.append(_part_shard(name, *units[id(t)], write, parts))
 
     def loaded(names: Collection[str]) -> None:
-        for name in names:
+        for name in named:
+            if name not in names:
+                continue
             torch.autograd.graph.increment_version(named[name])
-            if id(named[name]) in units:
+            if name in parts:
+                state, i = units[id(named[name])]
+                state.write(i, full_of(parts[name], state.shapes[i]))
+            elif id(named[name]) in units:
                 state, i = units[id(named[name])]
                 state.trust(i)
 
@@ -104,13 +123,28 @@ def _(model: nn.Module, write: bool) -> Held:
     return Held(shards, aliases, sharded, loaded)
 
 
-def _shard(name: str, state: UnitState, i: int, write: bool) -> Shard:
+def _check_values(name: str, state: UnitState, i: int, write: bool) -> None:
     if i in state.missing and not write:
         raise RuntimeError(
             f"parameter '{name}' was on the meta device and has no values to save yet: load "
             "them, or initialise them inside summon_full_params()"
         )
+
+
+def _shard(name: str, state: UnitState, i: int, write: bool) -> Shard:
+    _check_values(name, state, i, write)
     return master_shard(name, state.shapes[i], state.unit, i, write)
+
+
+def _part_shard(
+    name: str, state: UnitState, i: int, write: bool, parts: dict[str, torch.Tensor]
+) -> Shard:
+    """Return the shard of an even part, which is added to ``parts``; collective."""
+    _check_values(name, state, i, write)
+    shape = state.shapes[i]
+    part = empty_part(shape, state.dtypes[i]) if write else part_of(full_value(state, i))
+    parts[name] = part
+    return Shard(name, tuple(shape), first_of(shape), part.numel(), _memory(name, part), 0)
 
 
 def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
@@ -133,6 +167,7 @@ class _Access(StateAccess):
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.optimizer = optimizer
+        self.parts: dict[int, dict[str, torch.Tensor]] = {}
         units = _units(model)
         self.names = {}
         for name, t in _tensors(model).items():
@@ -145,6 +180,8 @@ class _Access(StateAccess):
         info = getattr(p, "fsdpc", None)
         if not isinstance(info, ShardInfo):
             return tuple(p.shape), 0, distributed.rank()
+        if not is_consecutive(info._state, info._index):
+            return tuple(info.shape), first_of(info.shape), 0
         _, first, replica, _ = _core.master_shard(info.unit, info._index, False)
         return tuple(info.shape), first, replica
 
@@ -161,6 +198,34 @@ class _Access(StateAccess):
         else:
             group[key] = value
 
+    def even_parts(
+        self, p: Any, states: Mapping[str, torch.Tensor], wanted: Collection[str] | None
+    ) -> dict[str, _core.Tensor]:
+        """Return even parts of a parameter's states, which :meth:`rows` turns back; collective."""
+        home = p.fsdpc._state, p.fsdpc._index
+        parts = {}
+        for key, value in states.items():
+            if wanted is None:
+                parts[key] = part_of(gathered(value, *home))  # type: ignore[arg-type]
+            else:
+                parts[key] = empty_part(p.fsdpc.shape, value.dtype)
+        self.parts[id(p)] = parts
+        return {key: _memory(f"{self.names[id(p)]}.{key}", t) for key, t in parts.items()}
+
+    def rows(self, p: Any) -> dict[str, torch.Tensor]:
+        """Return this rank's rows of the states whose even parts were read; collective."""
+        info = p.fsdpc
+        return {
+            key: info._state.own_rows(info._index, full_of(part, info.shape))
+            for key, part in self.parts.pop(id(p), {}).items()
+        }
+
+    @staticmethod
+    def has_parts(p: Any) -> bool:
+        """Return whether the states of a parameter are read and written as even parts."""
+        info = getattr(p, "fsdpc", None)
+        return isinstance(info, ShardInfo) and not is_consecutive(info._state, info._index)
+
 
 class _FlatAccess(_Access):
     """The engine's optimizers."""
@@ -170,9 +235,13 @@ class _FlatAccess(_Access):
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
         self.optimizer._core.make_states(p.fsdpc.unit, p.fsdpc._index)
+        if self.has_parts(p):
+            return self.even_parts(p, self.optimizer.state_tensors(p), wanted)
         return self.optimizer.state_rows(p, write=wanted is not None)
 
     def set_steps(self, p: Any, steps: int) -> None:
+        if rows := self.rows(p) if self.has_parts(p) else None:
+            self.optimizer.set_shard_state(p, rows)
         self.optimizer._core.set_step_count(p.fsdpc.unit, p.fsdpc._index, steps)
 
 
@@ -205,6 +274,10 @@ class _TorchAccess(_Access):
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
         rows = self._rows(p)
+        if self.has_parts(p):
+            states = self.optimizer.state.get(p, {})
+            held = dict.fromkeys(wanted, p) if wanted is not None else {k: states[k] for k in rows}
+            return self.even_parts(p, held, wanted)
         if wanted is not None:
             self.made[id(p)] = {key: torch.zeros_like(p).detach() for key in wanted}
             rows = {key: local_of(value) for key, value in self.made[id(p)].items()}
@@ -216,6 +289,9 @@ class _TorchAccess(_Access):
             self.optimizer.state.pop(p, None)
             return
         state: dict[str, Any] = dict(self.made.get(id(p), {}))
+        if self.has_parts(p):
+            home = p.fsdpc._state, p.fsdpc._index
+            state = {k: home[0].wrap(home[1], rows.clone()) for k, rows in self.rows(p).items()}
         if self.kind != "SGD":
             state["step"] = torch.tensor(float(steps))
         self.optimizer.state[p] = state

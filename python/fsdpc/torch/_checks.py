@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdpc import _core, distributed
 from fsdpc.sharding.rules import Inside
 from fsdpc.torch import _device, _forward, _shards
+from fsdpc.torch._dtensor import local_of
+from fsdpc.torch._param_layout import check_spec
 from fsdpc.torch._unit import ShardInfo, UnitState
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
 
@@ -166,7 +169,7 @@ def check_apart(params: list[tuple[str, nn.Parameter]]) -> None:
     """Raise if parameters overlap in memory, because shards cannot."""
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in params
+        for name, p in ((name, local_of(p)) for name, p in params)
         if not p.is_meta and p.numel()
     )
     for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
@@ -232,7 +235,6 @@ def check_parameter(
     name: str,
     p: nn.Parameter,
     modules: list[nn.Module],
-    placement: Callable[[nn.Parameter], Any] | None,
 ) -> None:
     """Raise if a parameter of these modules cannot be sharded."""
     holder = getattr(p, "_fsdpc_sharded", None) or getattr(p, "fsdpc", None)
@@ -267,27 +269,42 @@ def check_parameter(
         raise NotImplementedError(
             f"parameter '{name}' is on {p.device}: units live on the CPU or on a GPU of CUDA"
         )
+
+
+def dimension_of(
+    name: str, p: nn.Parameter, placement: Callable[[nn.Parameter], Any] | None
+) -> int:
+    """Return the dimension along which ``shard_placement_fn`` shards a parameter.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        The function returns something else than None or ``Shard`` of one of the dimensions.
+    """
     asked = placement(p) if placement else None
-    if asked is not None and not hasattr(asked, "dim") and not hasattr(asked, "placement"):
-        raise ValueError(
-            f"shard_placement_fn gives {asked!r} for '{name}': it gives None or Shard(0)"
-        )
-    if asked is not None and getattr(asked, "dim", None) not in (0, -p.dim()):
+    if asked is None:
+        return 0
+    if hasattr(asked, "placement"):
         raise NotImplementedError(
-            f"shard_placement_fn asks for {asked} of '{name}': parameters are cut along "
-            "dimension 0, into whole rows"
+            f"shard_placement_fn gives a mesh for '{name}': put parameters of another mesh into a "
+            "module of their own, and give fully_shard of that module the mesh"
         )
+    dim = getattr(asked, "dim", None)
+    if type(asked) is not Shard or not -p.dim() <= dim < p.dim():
+        raise ValueError(
+            f"shard_placement_fn gives {asked!r} for '{name}' {tuple(p.shape)}: it gives None or "
+            f"Shard of a dimension, 0 to {p.dim() - 1}"
+        )
+    return int(dim % p.dim())
 
 
 def check_kind(name: str, p: nn.Parameter) -> None:
     """Raise unless a parameter is a plain floating point tensor, as units need."""
     what = f"parameter '{name}' is of type {type(p).__name__}"
     leave = "or leave it as it is with ignored_params"
-    if hasattr(p, "device_mesh"):
-        raise NotImplementedError(
-            f"{what} over {p.device_mesh}: tensor parallel parameters are not sharded further; "
-            f"make it plain, nn.Parameter(p.full_tensor()), {leave}"
-        )
+    if isinstance(p, DTensor):
+        check_spec(name, p)
+        p = p._local_tensor  # type: ignore[assignment]
     if hasattr(p, "fsdp_pre_all_gather") or hasattr(p, "fsdp_post_all_gather"):
         raise NotImplementedError(
             f"{what}, whose fsdp_pre_all_gather and fsdp_post_all_gather would never run, as the "

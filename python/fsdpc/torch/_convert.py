@@ -131,7 +131,8 @@ def _make_again(state: UnitState, fn: Change) -> None:
     unit.take_options(old)
     for i, full in enumerate(unsharded):
         if i not in missing:
-            unit.write(i, _device.to_engine(full.contiguous()))
+            stored = state.layouts[i].store(full)
+            unit.write(i, _device.to_engine(stored.contiguous()))
     with torch.no_grad():
         state.stand_on(unit, dtypes)
     for m in state.modules:

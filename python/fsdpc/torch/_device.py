@@ -67,9 +67,10 @@ def gathered(state: UnitState, index: int, what: bool | torch.Tensor) -> torch.T
     else:
         dtype, rows = state.dtypes[index], what  # the unit's: a conversion changes tensors first
         dtype = _grad_dtype(dtype) if what else dtype
-    full = torch.empty(state.shapes[index], dtype=dtype, device=home())
-    state.unit.collect(index, rows, to_engine(full))
-    return full
+    layout = state.layouts[index]
+    stored = torch.empty(layout.stored, dtype=dtype, device=home())
+    state.unit.collect(index, rows, to_engine(stored))
+    return stored if layout.is_plain else layout.full(stored)
 
 
 def _grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -104,10 +105,7 @@ def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Ten
         return None
     if not takes_back():
         return [_over(m) for m in _core.grad_memory(unit)]
-    return [
-        torch.empty_like(m, dtype=_grad_dtype(m.dtype))
-        for m in masters[: unit.trained_groups]
-    ]
+    return [torch.empty_like(m, dtype=_grad_dtype(m.dtype)) for m in masters[: unit.trained_groups]]
 
 
 class Lent:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from fsdpc import distributed
 from fsdpc.torch import _device
+from fsdpc.torch._param_layout import meta_of
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -128,7 +129,7 @@ class ShardedTensor(DTensor):
         whole = placements is not None and all(p.is_replicate() for p in placements)
         if home is None or not (is_owned(self) and whole):
             return super().redistribute(device_mesh, placements, **options)
-        return replicated(gathered(self, *home), self, home[0].recipe.mesh)
+        return replicated(gathered(self, *home), self, home[0].mesh_of(home[1]))
 
     def _get_data(self) -> ShardedTensor:
         return self.detach()
@@ -227,7 +228,7 @@ class ShardedTensor(DTensor):
             info = home[0].params[home[1]].fsdpc  # type: ignore[attr-defined]
             if info.is_spread:
                 check_file(str(info))
-                plain.fsdpc_rows = "rows {}:{} of {}".format(*info.rows, tuple(info.shape))  # type: ignore[attr-defined]
+                plain.fsdpc_rows = f"{info.part} of {tuple(info.shape)}"  # type: ignore[attr-defined]
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -332,18 +333,14 @@ def gathered(tensor: ShardedTensor, state: UnitState, index: int) -> torch.Tenso
     """Gather a parameter, or a tensor with rows like it; collective."""
     if tensor is state.params[index]:
         state.torch_unit.follow(index)
-    rows = tensor._local_tensor.detach().contiguous()
+    rows = state.layouts[index].rows_of(tensor._local_tensor.detach()).contiguous()
     bits = rows.view(_BITS[rows.element_size()])
     return _device.gathered(state, index, bits).view(rows.dtype)
 
 
 def spec_of(mesh: Any, placements: Sequence[Any], shape: torch.Size, dtype: Any) -> DTensorSpec:
     """Return the spec of a contiguous tensor of this global shape."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * max(extent, 1))
-    meta = TensorMeta(shape, tuple(reversed(strides))[: len(shape)] if shape else (), dtype)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta_of(shape, dtype))
 
 
 @cache
@@ -361,6 +358,15 @@ def wrap(kind: type, local: torch.Tensor, spec: DTensorSpec, home: Home) -> Any:
     made._local_tensor = local
     made._fsdpc = home
     return made
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a parameter that are not fsdpc's own."""
+    return {
+        key: value
+        for key, value in tensor.__dict__.items()
+        if key not in ("fsdpc", "_local_tensor", "_spec") and not key.startswith("_fsdpc")
+    }
 
 
 def name_of(tensor: ShardedTensor) -> str:
@@ -384,7 +390,7 @@ def is_owned(tensor: ShardedTensor) -> bool:
     home = tensor.home()
     if home is None:
         return False
-    mesh, own = tensor._spec.mesh, home[0].recipe.mesh
+    mesh, own = tensor._spec.mesh, home[0].mesh_of(home[1])
     return mesh is not own and mesh != own
 
 

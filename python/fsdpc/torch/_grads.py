@@ -8,6 +8,7 @@ ranks decide alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from fsdpc.torch._unit import Root, UnitState
 
 Held = tuple["UnitState", int, ShardedTensor]
+
+#: How much the norms of equal gradients may differ; GPUs add in varying orders.
+_AGREE = 1e-4
 
 
 class Measured:
@@ -70,10 +74,83 @@ def _measure(tensors: Sequence[Held], order: float) -> torch.Tensor:
     values = _core.norms_of_rows(
         [state.unit for state, _, _ in tensors],
         [index for _, index, _ in tensors],
-        [_device.to_engine(t._local_tensor.detach().contiguous()) for _, _, t in tensors],
+        [_device.to_engine(_stored(*held)) for held in tensors],
         order,
     )
-    return torch.tensor(values, dtype=torch.float64, device=_device.home())
+    norms = torch.tensor(values, dtype=torch.float64)
+    for comm in _other_comms(tensors, cut_only=True):
+        at = [k for k, (s, i, _) in enumerate(tensors) if comm in s.comms_of(i, cut_only=True)]
+        norms[at] = _combined(norms[at], order, comm)
+    return norms.to(_device.home())
+
+
+def _stored(state: UnitState, index: int, tensor: ShardedTensor) -> torch.Tensor:
+    """Return a tensor's rows as the unit stores them."""
+    return state.layouts[index].rows_of(tensor._local_tensor.detach()).contiguous()
+
+
+# ---- parameters that are DTensors over another mesh, too ----
+
+
+def _other_comms(tensors: Sequence[Held], cut_only: bool = False) -> list[_core.Comm]:
+    """Return the communicators of the other meshes, in an order that all ranks share."""
+    found: list[_core.Comm] = []
+    for state, index, _ in tensors:
+        found += [c for c in state.comms_of(index, cut_only) if c not in found]
+    return found
+
+
+def _combined(norms: torch.Tensor, order: float, comm: _core.Comm) -> torch.Tensor:
+    """Return the norms of tensors whose parts on each rank have these norms; collective."""
+    if math.isinf(order):
+        return _reduced(norms, "max" if order > 0 else "min", comm)
+    if order == 0:
+        return _reduced(norms, "sum", comm)
+    return _reduced(norms**order, "sum", comm) ** (1 / order)
+
+
+def _reduced(values: torch.Tensor, how: str, comm: _core.Comm) -> torch.Tensor:
+    result = _core.tensor(values.numpy())
+    comm.all_reduce(result, how)
+    return torch.from_numpy(result.numpy())
+
+
+def agreed(tensors: Sequence[Held], norms: torch.Tensor) -> torch.Tensor:
+    """Return norms that are equal on all ranks of the tensors' other meshes; collective.
+
+    A parameter of a tensor parallel model that is not a DTensor itself has a copy on each rank of
+    the other mesh, and equal gradients if the model treats it as replicated.
+
+    Raises
+    ------
+    RuntimeError
+        The error names the first parameter whose norms differ.
+    """
+    for comm in _other_comms(tensors):
+        both = _reduced(torch.cat([norms, -norms]).cpu(), "max", comm)
+        most, least = both.split(len(norms))
+        for k in ((most + least).abs() > _AGREE * most.abs()).nonzero().flatten().tolist():
+            state, index, _ = tensors[k]
+            raise RuntimeError(
+                f"the norm of {state.params[index].fsdpc} is {-least[k]:.6g} to {most[k]:.6g} on "  # type: ignore[attr-defined]
+                f"the {comm.size} ranks of another mesh. It is not a DTensor over that mesh, so it "
+                "should have the same gradient on these ranks. Make it a DTensor with "
+                "parallelize_module, or give fully_shard a mesh of all of these ranks for its "
+                "module"
+            )
+        norms = most.to(norms.device)
+    return norms
+
+
+def total_norm(states: Sequence[UnitState], order: float) -> float:
+    """Return the norm of all gradients of units, over the other meshes as well; collective."""
+    held: list[Held] = [
+        (s, i, p.grad)
+        for s in states
+        for i, p in enumerate(s.params)
+        if isinstance(p.grad, ShardedTensor)
+    ]
+    return float(torch.linalg.vector_norm(agreed(held, _measure(held, order)), order))
 
 
 def _held(tensor: Any) -> Held | None:
@@ -119,9 +196,13 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     norms: dict[int, Any] = {}
     for at, held in _by_root(tensors):
-        values = _measure(held, order).to(torch.float64).unbind()
-        for k, (_, _, t), value in zip(at, held, values, strict=True):
-            norms[k] = replicated(value.to(t.dtype), t, held[0][0].recipe.mesh)
+        values = _measure(held, order)
+        meshes = dict.fromkeys(s.mesh_of(i) for s, i, _ in held)
+        mesh = max(meshes, key=lambda m: m.ndim)
+        if len(meshes) > 1:  # torch adds only norms on one mesh
+            values = agreed(held, values)
+        for k, (_, _, t), value in zip(at, held, values.unbind(), strict=True):
+            norms[k] = replicated(value.to(t.dtype), t, mesh)
     return [
         norms[k] if k in norms else torch.linalg.vector_norm(t, order)
         for k, t in enumerate(tensors)

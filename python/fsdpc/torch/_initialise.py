@@ -20,6 +20,7 @@ from torch import nn
 from fsdpc import _core
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.torch import _device
+from fsdpc.torch._dtensor import attributes_of
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
@@ -77,7 +78,7 @@ def _full(state: UnitState, index: int) -> nn.Parameter:
     else:
         value = full_value(state, index)
     full = nn.Parameter(value, param.requires_grad)
-    full.__dict__.update(state.attributes[index])
+    full.__dict__.update(attributes_of(param))
     return full
 
 
@@ -92,10 +93,11 @@ def _take(state: UnitState, unsharded: list[nn.Parameter]) -> None:
             f"{state.names[i]} {tuple(full.shape)} {full.dtype} crc32c {checksum(full):08x}"
             for i, full in found
         ]
-        check_agreement([state.unit.name, *lines], state.comms, CURE)
+        others = dict.fromkeys(c for i in range(len(unsharded)) for c in state.comms_of(i))
+        check_agreement([state.unit.name, *lines], [*state.comms, *others], CURE)
     for i, full in found:
-        values = values_of(full, state.comms, state.recipe.synced)
-        state.unit.write(i, values)
+        stored = state.layouts[i].store(full.detach())
+        state.unit.write(i, values_of(stored, state.comms, state.recipe.synced))
         state.trust(i)
 
 

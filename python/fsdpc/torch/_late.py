@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdpc.sharding.rules import Inside, outside_units
-from fsdpc.torch._dtensor import ShardedTensor, agree
+from fsdpc.torch._dtensor import ShardedTensor, agree, attributes_of
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -36,7 +36,10 @@ class Registered:
 
 
 def _note(module: nn.Module, name: str, value: Any) -> Any:
-    """Count a registration; a DTensor like the parameter that it replaces is copied into it."""
+    """Count a registration; a DTensor like the parameter that it replaces is copied into it.
+
+    So are its attributes, in which frameworks record, for example, that it has been initialised.
+    """
     if module not in _inside:
         return None
     held = module._parameters.get(name)
@@ -45,6 +48,7 @@ def _note(module: nn.Module, name: str, value: Any) -> Any:
         if agree(held._spec, value._spec) and held.dtype is value.dtype:  # type: ignore[union-attr]
             held.data = value.detach()  # type: ignore[union-attr]
             home[0].trust(home[1])
+            held.__dict__.update(attributes_of(value))  # type: ignore[union-attr]
             return held.requires_grad_(value.requires_grad)  # type: ignore[union-attr]
     Registered.count += 1
     return None

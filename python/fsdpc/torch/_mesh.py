@@ -118,6 +118,11 @@ def _comms(groups: list[Any]) -> list[_core.Comm]:
     return comms
 
 
+def comm_of(mesh: Any, dim: int) -> _core.Comm:
+    """Return the communicator of one dimension of a torch mesh; collective over its ranks."""
+    return _comms([mesh.get_group(dim)])[0]
+
+
 def _part(group: Any, world: _core.Comm) -> _core.Comm:
     ranks = dist.get_process_group_ranks(group)
     return world if len(ranks) == world.size else world.split(min(ranks), dist.get_rank(group))

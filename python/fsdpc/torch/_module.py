@@ -22,13 +22,16 @@ from fsdpc.torch._checks import (
     check_policy,
     check_sync_norms,
     check_whole,
+    dimension_of,
     log_once,
     mark_replaced,
     refuse_resizing,
     warn_of_slow_products,
 )
+from fsdpc.torch._dtensor import local_of
 from fsdpc.torch._late import watch
 from fsdpc.torch._mesh import as_mesh
+from fsdpc.torch._param_layout import ParamLayout, check_mesh
 from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Recipe, readers_of, values_of, widened
 from fsdpc.torch._torch_mesh import mesh_of
@@ -274,7 +277,7 @@ def fully_shard(
         the outermost module. Integers above 1 mean yes, since ranks of a host share the gathered
         memory anyway; 1 means no.
     shard_placement_fn : callable, optional
-        May return None or a placement along dimension 0, the dimension that is always sharded.
+        May return None or ``Shard(dim)``: the dimension to shard, by default 0.
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes for compute and communication.
     offload_policy : OffloadPolicy, optional
@@ -360,11 +363,13 @@ def fully_shard(
         }
         rules.shard_by_plan(groups_of(modules, plan), options, fully_shard)
     inside = rules.inside_of(modules)
-    check = partial(check_parameter, modules=modules, placement=shard_placement_fn)
-    found = rules.collect(inside, ignored, check)
+    found = rules.collect(inside, ignored, partial(check_parameter, modules=modules))
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
     check_whole(whole, named, type(modules[0]).__name__)
+    layouts = [ParamLayout.of(p, dimension_of(n, p, shard_placement_fn)) for n, p in named]
+    for name, p in named:
+        check_mesh(name, p, mesh)
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the other ranks
@@ -372,7 +377,10 @@ def fully_shard(
     check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
-    lines = [rules.describe(name, p, _value(p, sync_module_states)) for name, p in named]
+    lines = [
+        f"{rules.describe(name, p, _value(p, sync_module_states))}{layout}"
+        for (name, p), layout in zip(named, layouts, strict=True)
+    ]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms, _initialise.CURE)
     if _device.on_cpu():
@@ -385,7 +393,7 @@ def fully_shard(
         name=title,
         modules=modules,
         names=[name for name, _ in named],
-        shapes=[p.shape for _, p in named],
+        layouts=layouts,
         where=where,
         policy=policy,
         whole=frozenset(i for i, (_, p) in enumerate(named) if id(p) in kept),
@@ -399,7 +407,8 @@ def fully_shard(
         state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
     for i, (_, p) in enumerate(named):
         if not p.is_meta:
-            state.unit.write(i, values_of(p, where.comms, sync_module_states))
+            values = layouts[i].store(p.detach())
+            state.unit.write(i, values_of(values, where.comms, sync_module_states))
     mark_replaced(named, state)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
@@ -431,7 +440,7 @@ def _nothing(module: nn.Module, args: Any) -> None:
 def _value(p: nn.Parameter, synced: bool) -> str:
     if p.is_meta:
         return "deferred"
-    return "" if synced else f"crc32c {_initialise.checksum(p):08x}"
+    return "" if synced else f"crc32c {_initialise.checksum(local_of(p)):08x}"
 
 
 def _state_of(module: nn.Module) -> UnitState | None:

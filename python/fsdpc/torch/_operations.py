@@ -37,6 +37,7 @@ from fsdpc.torch._dtensor import (
     ShardedGrad,
     ShardedTensor,
     agree,
+    gathered,
     is_owned,
     is_replicated,
     local_of,
@@ -46,6 +47,7 @@ from fsdpc.torch._dtensor import (
     rows_of,
     wrap,
 )
+from fsdpc.torch._param_layout import is_cut
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -330,6 +332,10 @@ def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _whole(tensor: DTensor) -> torch.Tensor:
     """Return a DTensor whole, as a plain tensor; collective."""
     spec = tensor._spec
+    if isinstance(tensor, ShardedTensor) and not isinstance(tensor, DerivedTensor):
+        home = tensor.home()
+        if home is not None and not is_owned(tensor):
+            return gathered(tensor, *home)
     with torch.no_grad():
         base = DTensor(tensor._local_tensor, spec, requires_grad=False)
         return base.redistribute(placements=[Replicate()] * spec.mesh.ndim)._local_tensor
@@ -399,9 +405,9 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_uneven(spec: DTensorSpec) -> bool:
-    """Return whether some rank has less of a tensor than another."""
+    """Return whether some rank has less of a tensor than another, or its rows are strided."""
     return any(
-        p.is_shard() and spec.shape[p.dim] % spec.mesh.size(k)
+        is_cut(p) and (not p.is_shard() or spec.shape[p.dim] % spec.mesh.size(k))
         for k, p in enumerate(spec.placements)
     )
 
@@ -497,12 +503,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Sharde
         if not _is_uneven(ours._spec):
             raise
         result = _again(_on(_whole, func, args, kwargs), ours, False)
-    was_cut = any(p.is_shard() for p in ours._spec.placements)
+    was_cut = any(map(is_cut, ours._spec.placements))
     for view in _tensors([result]):
         if isinstance(view, ShardedTensor):
             _share_version(view, ours)
             _marked(view, ours)
-            if was_cut and not any(p.is_shard() for p in view._spec.placements):
+            if was_cut and not any(map(is_cut, view._spec.placements)):
                 view._fsdpc_is_lost = True
     return result
 

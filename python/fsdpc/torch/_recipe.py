@@ -18,6 +18,7 @@ from fsdpc.sharding import offload
 from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.rules import Found, Inside, Placement
 from fsdpc.torch import _device
+from fsdpc.torch._param_layout import ParamLayout
 from fsdpc.torch._torch_mesh import owners_of
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
@@ -33,7 +34,7 @@ class Recipe:
     modules : list of nn.Module
         The argument of one ``fully_shard`` call.
     names : list of str
-    shapes : list of torch.Size
+    layouts : list of ParamLayout
     where : Placement
     policy : MixedPrecisionPolicy
     whole, frozen : frozenset of int
@@ -50,7 +51,7 @@ class Recipe:
     name: str
     modules: list[nn.Module]
     names: list[str]
-    shapes: list[torch.Size]
+    layouts: list[ParamLayout]
     where: Placement
     policy: MixedPrecisionPolicy
     whole: frozenset[int]
@@ -63,8 +64,8 @@ class Recipe:
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
         """Create a unit whose parameters have these dtypes but no values yet."""
         params = [
-            _core.empty_deferred(tuple(shape), core_dtype(dtype))
-            for shape, dtype in zip(self.shapes, dtypes, strict=True)
+            _core.empty_deferred(tuple(layout.stored), core_dtype(dtype))
+            for layout, dtype in zip(self.layouts, dtypes, strict=True)
         ]
         for i, p in enumerate(params):
             p.requires_grad = i not in self.frozen
@@ -90,8 +91,8 @@ class Recipe:
 
         A parameter that one rank of each shard group has is replicated on the mesh of these ranks.
         """
-        if owner < 0 and self.shapes[i]:
-            return self.mesh, self.placements
+        if owner < 0 and self.layouts[i].shape:
+            return self.layouts[i].placed(self.mesh, self.placements)
         if self.where.comms[0].size == 1:
             return self.mesh, (Replicate(),) * self.mesh.ndim
         return owners_of(self.mesh, max(owner, 0)), (Replicate(),)

@@ -40,7 +40,7 @@ def check(p: Any, key: str, value: Any) -> None:
     theirs = getattr(value, "fsdpc_rows", None)
     if info is None or theirs is None or not info.is_spread:
         return
-    rows = "rows {}:{} of {}".format(*info.rows, tuple(info.shape))
+    rows = f"{info.part} of {tuple(info.shape)}"
     if theirs != rows:
         raise ValueError(
             f"'{key}' in the state dict is of {theirs}, and this rank has {info}: give each rank "

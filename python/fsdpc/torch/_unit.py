@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import swap_tensors
 
@@ -26,6 +27,8 @@ from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._dtensor import BareShard, Home, ShardedGrad, ShardedTensor, spec_of
 from fsdpc.torch._grads import Measured
+from fsdpc.torch._mesh import comm_of
+from fsdpc.torch._param_layout import ParamLayout, is_cut, joined
 from fsdpc.torch._recipe import Recipe
 from fsdpc.torch.kernels import target
 from fsdpc.torch.policies import MixedPrecisionPolicy
@@ -54,11 +57,25 @@ class ShardInfo:
     def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
         self._state, self._index, self._name = state, index, name
         self.shape = shape
-        self.is_spread = state.comms[0].size > 1
-        self.is_cut = self.is_spread and index not in state.whole
+        layout = state.recipe.layouts[index]
+        spread = state.comms[0].size > 1
+        bounds = layout.bounds()
+        self.is_spread = spread or any(
+            pair != (0, extent) for pair, extent in zip(bounds, shape, strict=True)
+        )
+        self.is_cut = spread and index not in state.whole
         _, _, first, numel, *_ = state.places[index]
-        row = max(1, shape[1:].numel()) if len(shape) else 1
-        self.rows = (first // row, -(-(first + numel) // row))
+        row = max(1, layout.stored[1:].numel()) if len(shape) else 1
+        begin = bounds[layout.dim][0] if len(shape) else 0
+        self.rows = (begin + first // row, begin - (-(first + numel) // row))
+        #: The rows, and which part of other dimensions.
+        self.part: str = ", ".join(
+            f"rows {b}:{e}" if dim == 0 else f"{b}:{e} of dimension {dim}"
+            for dim, (b, e) in enumerate(
+                [*bounds[: layout.dim], self.rows, *bounds[layout.dim + 1 :]]
+            )
+            if dim == layout.dim or (b, e) != (0, shape[dim])
+        )
 
     @property
     def name(self) -> str:
@@ -71,8 +88,7 @@ class ShardInfo:
         return self._state.unit
 
     def __repr__(self) -> str:
-        begin, end = self.rows
-        return f"rows {begin}:{end} of '{self.name}' {tuple(self.shape)}"
+        return f"{self.part} of '{self.name}' {tuple(self.shape)}"
 
     def __deepcopy__(self, memo: Any) -> ShardInfo:
         return self
@@ -93,7 +109,8 @@ class UnitState:
         self.summoned: bool = False  # parameters are private full copies
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that step the unit
         self.names: list[str] = recipe.names
-        self.shapes: list[torch.Size] = recipe.shapes
+        self.layouts: list[ParamLayout] = recipe.layouts
+        self.shapes: list[torch.Size] = [layout.shape for layout in recipe.layouts]
         self.missing: set[int] = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
         # (name, dictionary, key, reference) of buffers that to_empty() created
         self.blank_buffers: list[tuple[str, dict[str, Any], str, Any]] = []
@@ -128,7 +145,7 @@ class UnitState:
             _device.to_torch(m) for m in _core.unit_memory(unit, "master")
         ]
         self.rows: list[torch.Tensor] = [
-            self._rows(self.masters, i, self.places[i][5]).data for i in range(len(self.shapes))
+            self._rows(self.masters, i, self.places[i][5]).data for i in range(len(self.layouts))
         ]  # .data: each counts its own writes
         self.is_narrow: bool = any(m.dtype.itemsize < torch.float32.itemsize for m in self.masters)
         made = [self._make_param(i) for i in range(len(self.shapes))]
@@ -184,9 +201,30 @@ class UnitState:
         return (param._local_tensor if isinstance(param, ShardedTensor) else param)._version
 
     def own_rows(self, i: int, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a full tensor of a parameter's shape, as a view or a copy."""
+        """Return this rank's rows of a full tensor of a parameter's shape, as a view or a copy.
+
+        A DTensor that is placed like the unsharded parameter is accepted too.
+        """
         _, _, first, numel, *_ = self.places[i]
-        return full.reshape(-1)[first : first + numel].view(self.rows[i].shape)
+        layout = self.layouts[i]
+        stored = layout.store(full).reshape(-1)[first : first + numel]
+        return layout.show(stored.view(self.unit.local(i).shape))
+
+    def comms_of(self, i: int, cut_only: bool = False) -> list[_core.Comm]:
+        """Return the communicators of a parameter's other mesh.
+
+        With ``cut_only``, leave out dimensions whose ranks have the same part.
+        """
+        spec = self.layouts[i].spec
+        if spec is None:
+            return []
+        dims = [k for k, p in enumerate(spec.placements) if is_cut(p) or not cut_only]
+        return [comm_of(spec.mesh, k) for k in dims]
+
+    def mesh_of(self, i: int) -> Any:
+        """Return the mesh of a parameter that is cut, with the dimensions of its other mesh."""
+        spec = self.layouts[i].spec
+        return self.recipe.mesh if spec is None else joined(self.recipe.mesh, spec.mesh)
 
     @property
     def is_running(self) -> bool:
@@ -197,7 +235,8 @@ class UnitState:
         group, _, _, numel, *_ = self.places[i]
         if group >= len(flats):  # a frozen group has no gradients
             return self.masters[group].new_empty(0)
-        return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
+        rows = flats[group][offset : offset + numel].view(self.unit.local(i).shape)
+        return self.layouts[i].show(rows)
 
     def _make_grads(self) -> None:
         """Allocate new gradient memory; earlier gradients that a caller has kept stay valid."""
@@ -217,7 +256,8 @@ class UnitState:
     def write(self, i: int, full: torch.Tensor) -> None:
         """Write this rank's rows of a full value into the parameter."""
         self.torch_unit.follow(i)  # otherwise a replaced `.data` would be adopted later
-        self.unit.write(i, _device.to_engine(full.detach().contiguous()))
+        stored = self.layouts[i].store(full.detach())
+        self.unit.write(i, _device.to_engine(stored.contiguous()))
         self.trust(i)
 
     def trust(self, i: int) -> None:
@@ -317,17 +357,21 @@ class UnitState:
             lends = self.torch_unit.lends_unsharded
             bases = tuple((_device.like if lends else _device.to_torch)(m) for m in flats)
             lent = [_device.Lent(base) for base in bases] if lends else None
-            for i, shape in enumerate(self.shapes):
+            for i, layout in enumerate(self.layouts):
                 group, offset, *_ = self.places[i]
-                values = bases[group][offset : offset + shape.numel()].view(shape)
-                full = nn.Parameter(values, requires_grad=False)
+                numel = layout.stored.numel()
+                values = bases[group][offset : offset + numel].view(layout.stored)
+                full = nn.Parameter(layout.place(values), requires_grad=False)
                 full.__dict__.update(self.attributes[i])
                 target(full, self, i)
                 self.unsharded.append(full)
             for one in lent or ():
                 one.give()
+        # A DTensor counts its own versions.
+        counting = bases + tuple(p for p in self.unsharded if isinstance(p, DTensor))
+        stored = [None if layout.is_plain else layout.take for layout in self.layouts]
         at_end, units = root.at_end, root.torch_units
-        self.torch_unit.bind(self.unsharded, bases, lent, set_version, at_end, units)
+        self.torch_unit.bind(self.unsharded, counting, lent, set_version, at_end, units, stored)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 from fsdpc import _core
 from fsdpc.torch import _device
 from fsdpc.torch._dtensor import PENDING, ShardedTensor, replicated
+from fsdpc.torch._grads import total_norm
 from fsdpc.torch._unit import take_grads
 
 
@@ -73,9 +74,14 @@ def clip_grad_norm_(
         )
     take_grads(states)
     units = [s.unit for s in states]
-    if error_if_nonfinite:
-        norm = _core.grad_norm(units, [], float(norm_type))
-        if not math.isfinite(norm):
+    is_over_others = any(layout.spec is not None for s in states for layout in s.layouts)
+    if error_if_nonfinite or is_over_others:
+        norm = (
+            total_norm(states, float(norm_type))
+            if is_over_others
+            else _core.grad_norm(units, [], float(norm_type))
+        )
+        if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot "
                 "be clipped: they hold NaN or infinity; drop them, or set error_if_nonfinite=False"
@@ -88,8 +94,10 @@ def clip_grad_norm_(
     wide = torch.float64 if any(p.dtype is torch.float64 for p in with_grad) else torch.float32
     total = total.to(wide)
     ours = with_grad[0]
-    mesh = states[0].recipe.mesh
-    return replicated(total, ours, mesh) if isinstance(ours, ShardedTensor) else total
+    if not isinstance(ours, ShardedTensor):
+        return total
+    meshes = {s.mesh_of(i) for s in states for i in range(len(s.params))}
+    return replicated(total, ours, max(meshes, key=lambda mesh: mesh.ndim))
 
 
 def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:

@@ -113,13 +113,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         steps = self._steps_of(p)
         if steps == 0:
             return {}
+        return {"step": torch.tensor(float(steps)), **self.state_tensors(p)}
+
+    def state_tensors(self, p: Any) -> dict[str, torch.Tensor]:
+        """Return a parameter's states as DTensors over the engine's memory."""
         state, i = p.fsdpc._state, p.fsdpc._index
-        shape = state.rows[i].shape
-        states = {
-            n: state.wrap(i, _device.to_torch(t).reshape(shape))
+        shape, show = state.unit.local(i).shape, state.layouts[i].show
+        return {
+            n: state.wrap(i, show(_device.to_torch(t).reshape(shape)))
             for n, t in self.state_rows(p).items()
         }
-        return {"step": torch.tensor(float(steps)), **states}
 
     def set_shard_state(self, p: Any, values: Mapping[str, Any]) -> None:
         """Load ``step`` and this rank's rows of a parameter's states."""
@@ -127,9 +130,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         held = {name: v for name, v in values.items() if name != "step" and v is not None}
         if held:
             self._core.make_states(unit, i)
+        layout = p.fsdpc._state.layouts[i]
         for name, rows in self.state_rows(p, write=bool(held)).items():
             if name in held:
-                _device.to_torch(rows).reshape(-1).copy_(_shards.local(p, held[name]).reshape(-1))
+                given = layout.rows_of(_shards.local(p, held[name]))
+                _device.to_torch(rows).reshape(-1).copy_(given.reshape(-1))
         # Set the step count last, because it marks the states as valid. torch's SGD does not count
         # steps.
         self._core.set_step_count(unit, i, int(values.get("step", bool(held))))

@@ -1,0 +1,226 @@
+"""How a unit stores a parameter, and what modules and users see of it.
+
+A unit shards dense tensors along dimension 0. A parameter may differ from that in two ways:
+
+- ``shard_placement_fn`` shards it along another dimension. The unit stores it with that dimension
+  first, and what users see is a permuted view.
+- It is a DTensor over another mesh, for example a tensor parallel one. The unit stores this rank's
+  local tensor. The sharded parameter is a DTensor over both meshes, and the unsharded parameter is
+  a DTensor over the other mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+try:
+    from torch.distributed.tensor.placement_types import _StridedShard
+except ImportError:  # torch 2.5
+    from torch.distributed.tensor._utils import _StridedShard  # type: ignore[no-redef]
+
+
+def is_cut(placement: Any) -> bool:
+    """Return whether ranks have different parts; ``is_shard()`` is false for strided shards."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """The layout of one parameter.
+
+    Parameters
+    ----------
+    shape : torch.Size
+        The logical shape.
+    stored : torch.Size
+        The shape that the unit shards along dimension 0.
+    dim : int, default 0
+        The dimension of the parameter that the unit shards.
+    spec : DTensorSpec, optional
+        The parameter's placements on another mesh.
+    """
+
+    shape: torch.Size
+    stored: torch.Size
+    dim: int = 0
+    spec: DTensorSpec | None = None
+
+    @staticmethod
+    def of(p: torch.Tensor, dim: int) -> ParamLayout:
+        """Return the layout of a parameter that was given to ``fully_shard``."""
+        spec = p._spec if isinstance(p, DTensor) else None
+        local = _local(p)
+        stored = local.movedim(dim, 0).shape if dim else local.shape
+        return ParamLayout(p.shape, stored, dim, spec)
+
+    def __str__(self) -> str:
+        """Describe what differs from a plain layout; equal on all ranks of the unit."""
+        dim = f" Shard({self.dim})" if self.dim else ""
+        return dim + (f" over {self.spec.placements}" if self.spec is not None else "")
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the unit stores the parameter as it is."""
+        return self.spec is None and self.dim == 0
+
+    def store(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what the unit stores of a full value, or of a DTensor placed like the parameter.
+
+        The result may be a view.
+        """
+        if isinstance(value, DTensor):
+            value = value._local_tensor
+        elif self.spec is not None:
+            spec = self.spec
+            cut = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
+            value = cut._local_tensor
+        return value.movedim(self.dim, 0) if self.dim else value
+
+    def rows_of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the stored rows of a sharded DTensor's local tensor; the inverse of `show`."""
+        return local.movedim(self.dim, 0) if self.dim else local
+
+    def show(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored rows with their dimensions in the parameter's order."""
+        return stored.movedim(0, self.dim) if self.dim else stored
+
+    def place(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return what the unit stores as modules see it: with `spec`, as a DTensor."""
+        value = self.show(stored)
+        if self.spec is None:
+            return value
+        assert self.spec.tensor_meta is not None
+        meta = self.spec.tensor_meta._replace(dtype=value.dtype)
+        spec = DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
+        return DTensor(value, spec, requires_grad=False)
+
+    def full(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the full value of what the unit stores; collective over the other mesh."""
+        value = self.place(stored)
+        with torch.no_grad():
+            return value.full_tensor() if isinstance(value, DTensor) else value.contiguous()
+
+    def take(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the stored part of an unsharded parameter's gradient.
+
+        A partial gradient is reduced over the other mesh.
+        """
+        with torch.no_grad():
+            if self.spec is not None:
+                if not isinstance(grad, DTensor):
+                    raise TypeError(f"a plain gradient of a parameter over {self.spec.mesh}")
+                if grad.placements != self.spec.placements:
+                    grad = grad.redistribute(placements=self.spec.placements)
+                grad = grad._local_tensor
+                if hasattr(grad, "wait"):  # an asynchronous collective's result
+                    grad = grad.wait()
+            return self.rows_of(grad)
+
+    def placed(
+        self, mesh: DeviceMesh, placements: Sequence[Any]
+    ) -> tuple[DeviceMesh, tuple[Any, ...]]:
+        """Return the mesh and placements of the sharded parameter.
+
+        Parameters
+        ----------
+        mesh : DeviceMesh
+            The unit's mesh.
+        placements : sequence of Placement
+            How the unit places parameters that it shards along dimension 0.
+        """
+        parts = 1
+        if self.spec is not None:
+            for k, placement in enumerate(self.spec.placements):
+                if is_cut(placement) and placement.dim == self.dim:
+                    parts *= self.spec.mesh.size(k)
+        own = _StridedShard(self.dim, split_factor=parts) if parts > 1 else Shard(self.dim)
+        ours = tuple(own if is_cut(p) else p for p in placements)
+        if self.spec is None:
+            return mesh, ours
+        return joined(mesh, self.spec.mesh), (*ours, *self.spec.placements)
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return where this rank's part over the other mesh begins and ends in each dimension."""
+        bounds = [(0, extent) for extent in self.shape]
+        for k, placement in enumerate(self.spec.placements) if self.spec is not None else ():
+            if is_cut(placement):
+                begin, end = bounds[placement.dim]
+                chunk = -(-(end - begin) // self.spec.mesh.size(k))
+                begin = min(end, begin + chunk * self.spec.mesh.get_local_rank(k))
+                bounds[placement.dim] = begin, min(end, begin + chunk)
+        return bounds
+
+
+def _local(p: torch.Tensor) -> torch.Tensor:
+    return p._local_tensor if isinstance(p, DTensor) else p
+
+
+def plain(shape: torch.Size) -> ParamLayout:
+    """Return the layout of a parameter that its unit stores as it is."""
+    return ParamLayout(shape, shape)
+
+
+def check_spec(name: str, p: DTensor) -> None:
+    """Raise if a DTensor cannot be sharded further.
+
+    Raises
+    ------
+    NotImplementedError
+        The error names the placements.
+    """
+    for placement in p.placements:
+        if not isinstance(placement, (Shard, Replicate)):
+            raise NotImplementedError(
+                f"parameter '{name}' is a DTensor placed as {p.placements}: fully_shard shards "
+                "what is placed by Shard and Replicate"
+            )
+
+
+def check_mesh(name: str, p: torch.Tensor, mesh: Any) -> None:
+    """Raise if a DTensor's mesh cannot be joined with the mesh given to ``fully_shard``.
+
+    Raises
+    ------
+    ValueError
+        The error names the parameter and both meshes.
+    """
+    if not isinstance(p, DTensor):
+        return
+    try:
+        both = joined(mesh, p.device_mesh)
+        known = both.mesh.unique().numel() == both.mesh.numel()
+    except (RuntimeError, KeyError, AttributeError, TypeError, ValueError, AssertionError):
+        known = False
+    if not known:
+        raise ValueError(
+            f"parameter '{name}' is a DTensor over {p.device_mesh}, and fully_shard's mesh is "
+            f"{mesh}: give it the data parallel dimensions of the same mesh, as in "
+            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")) and mesh=mesh["dp"]'
+        )
+
+
+@cache
+def joined(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the dimensions of two meshes that are parts of the same one."""
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([mesh, other])
+    from torch.distributed.device_mesh import _mesh_resources
+
+    root = _mesh_resources.get_root_mesh(mesh)
+    return root[(*mesh.mesh_dim_names, *other.mesh_dim_names)]  # type: ignore[misc]
+
+
+def meta_of(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
+    """Return the metadata of a contiguous tensor."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return TensorMeta(shape, tuple(reversed(strides))[: len(shape)] if shape else (), dtype)
