@@ -332,6 +332,17 @@ static fsdpc_status complete_record(fsdpc_root *root)
     return FSDPC_OK;
 }
 
+/* In deterministic mode, backwards without synchronisation reduce too, and hide their sums until
+ * one synchronises, even if it adds nothing. */
+static void reveal(fsdpc_unit *unit)
+{
+    bool all = unit->settings.requires_all_reduce || !unit->root->replicate;
+    if (!unit->settings.requires_sync || !all)
+        return;
+    unit->hidden = false;
+    unit->grad_live |= unit->micro.n > 0 && unit->reduction == FSDPC_REDUCTION_NONE;
+}
+
 fsdpc_status fsdpc_backward_end(fsdpc_root *root)
 {
     fsdpc_comm_locate(root->comm, "end of backward", root->units[0]->name);
@@ -350,6 +361,7 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
     if (root->is_last_backward)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
     for (int i = 0; i < root->n_units; i++) {
+        reveal(root->units[i]);
         root->units[i]->keeps = root->units[i]->buffer != NULL;
         root->units[i]->fresh = false;
     }

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage, schedules
 
 import fsdpc
 from fsdpc import checkpoint
@@ -72,73 +71,6 @@ def test_every_stage_of_a_pipeline_has_a_model(tmp_path: Any) -> None:
     with pytest.raises(NotImplementedError, match="'Net', which 2 of all ranks share"):
         checkpoint.save(tmp_path / "saved", {"model": ours})
     dist.destroy_process_group()
-
-
-def pipeline(schedule: Any, stages: list[nn.Module], where: list[int]) -> Any:
-    """A schedule over this rank's stages of four micro-batches."""
-    group = dist.group.WORLD
-    made = [
-        PipelineStage(m, k, 2 * len(stages), torch.device("cpu"), group=group)
-        for m, k in zip(stages, where, strict=True)
-    ]
-    single = issubclass(schedule, schedules.PipelineScheduleSingle)
-    return schedule(made[0] if single else made, 4, loss_fn=nn.functional.mse_loss)
-
-
-@pytest.mark.ranks(2, init=False)
-@pytest.mark.parametrize(
-    "name",
-    ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
-)
-def test_schedules_of_pipelines(name: str, tmp_path: Any) -> None:
-    """Gradients of sharded stages are right, or refused before anyone reads them."""
-    join_gloo(tmp_path)
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    split = "Zero" in name or "Dual" in name
-    many = split or "Interleaved" in name
-    plain = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4 if many else 2)]
-    where = [rank, rank + 2] if "Interleaved" in name else [rank, 3 - rank] if many else [rank]
-    stages = [twin(plain[k]) for k in where]
-    for stage in stages:
-        fully_shard(stage, mesh=mesh["dp"])
-    schedule = pipeline(getattr(schedules, f"Schedule{name}"), stages, where)
-    x, y = torch.randn(8, 6), torch.randn(8, 6)
-    ends = where[-1] == len(plain) - 1
-    first, last = where[0] == 0, ends or (many and where[0] == len(plain) - 1)
-    inputs, more = (x,) if first else (), {"target": y} if last else {}
-    if split:
-        # A peer waits for the rank that is refused, until that one leaves.
-        with pytest.raises((NotImplementedError, RuntimeError)) as caught:
-            schedule.step(*inputs, **more)
-        refused = "schedule that splits backward, with rows 0:6 of"
-        assert refused in str(caught.value) or isinstance(caught.value, RuntimeError)
-        assert all(p.grad is None for stage in stages for p in stage.parameters())
-        return
-    schedule.step(*inputs, **more)
-    nn.functional.mse_loss(nn.Sequential(*plain)(x), y).backward()
-    for stage, k in zip(stages, where, strict=True):
-        for p, q in zip(stage.parameters(), plain[k].parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    dist.destroy_process_group()
-
-
-@pytest.mark.ranks(1)
-def test_a_split_backward_is_refused() -> None:
-    from torch.distributed.pipelining import _backward
-
-    model = fully_shard(nn.Linear(3, 3))
-    assert model.weight.view_as(model.weight).shape == (3, 3)
-    x = torch.randn(2, 3, requires_grad=True)
-    loss = model(x).sum()
-    with pytest.raises(NotImplementedError, match=r"splits backward, with rows 0:3 of '.*weight'"):
-        _backward.stage_backward_input([loss], None, [x], model.parameters())
-    with pytest.raises(NotImplementedError, match="Use ScheduleGPipe, Schedule1F1B"):
-        _backward.stage_backward_weight(model.parameters(), [])
-    loss.backward()
-    assert model.weight.grad is not None
 
 
 @pytest.mark.ranks(4, init=False)

@@ -307,7 +307,7 @@ def name_units(module: Any) -> None:
 
 
 @cache
-def sharded_class(kind: type, cls: type, prefix: str = "FSDP") -> type:
-    """Return the class for sharded modules of class ``cls``: a subclass of ``cls`` and ``kind``."""
+def sharded_class(kind: type, cls: type, *more: type, prefix: str = "FSDP") -> type:
+    """Return the class for sharded modules: a subclass of ``kind``, ``cls`` and then ``more``."""
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(f"{prefix}{cls.__name__}", (kind, cls), names)
+    return type(f"{prefix}{cls.__name__}", (kind, cls, *more), names)

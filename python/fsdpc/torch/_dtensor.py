@@ -206,15 +206,16 @@ class ShardedTensor(DTensor):
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
         """Return a view; raise in pipeline schedules that compute weight gradients separately.
 
-        These schedules find a weight in autograd's graph through a view. Sharded parameters are
-        never in the graph, so they would get no gradients.
+        These schedules find a weight in autograd's graph through a view. Unsharded parameters are
+        in the graph, and sharded ones never, so these would get no gradients.
         """
         if _caller() == _SPLIT_BACKWARD:
             raise NotImplementedError(
                 f"a pipeline schedule that splits backward, with {name_of(self)}: "
                 "ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV find "
                 "weights in autograd's graph, which a sharded parameter is not in, and would leave "
-                "it without a gradient. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+                "it without a gradient. Give fully_shard(reshard_after_forward=False) for every "
+                "unit, or use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
             )
         return super().view_as(other)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.sharding import fsdp_module, offload, rules
-from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
+from fsdpc.torch import _compiled, _convert, _device, _forward, _fsdp2, _initialise
 from fsdpc.torch._checks import (
     as_offload,
     check_apart,
@@ -101,6 +101,9 @@ class FSDPModule(fsdp_module.FSDPModule):
         """Reshard every unit after an exception in forward or backward."""
         if self._fsdpc_state.root is not None:
             self._fsdpc_state.root.reset()
+
+    def _get_fsdp_state(self) -> UnitState:
+        return self._fsdpc_state
 
     def _when_rooted(self, action: Callable[[], None]) -> None:
         if self._fsdpc_state.root is not None:
@@ -413,7 +416,8 @@ def fully_shard(
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit
-        m.__class__ = rules.sharded_class(FSDPModule, type(m))
+        m.__class__ = rules.sharded_class(FSDPModule, type(m), *_fsdp2.torch_bases(FSDPModule))
+        _fsdp2.register(m, state)
     rules.enclose(modules, _FRONTEND)
     if hasattr(offload_policy, "pin_memory") and _device.on_cpu():
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")

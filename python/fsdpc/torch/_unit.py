@@ -26,6 +26,7 @@ from fsdpc.torch import _device, _dtensor
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._dtensor import BareShard, Home, ShardedGrad, ShardedTensor, spec_of
+from fsdpc.torch._fsdp2 import TorchState
 from fsdpc.torch._grads import Measured
 from fsdpc.torch._mesh import comm_of
 from fsdpc.torch._param_layout import ParamLayout, is_cut, joined
@@ -94,7 +95,7 @@ class ShardInfo:
         return self
 
 
-class UnitState:
+class UnitState(TorchState):
     """The data of a sharded module: its Unit and TorchUnit, its tensors and its options."""
 
     def __init__(
@@ -470,6 +471,20 @@ class Root:
         for state in waiting:
             _run_hooks(state)
 
+    def reduce(self) -> None:
+        """Reduce what earlier backwards have left in reduce buffers; collective.
+
+        A pipeline schedule that splits backward leaves gradients at unsharded parameters.
+        """
+        for torch_unit in self.torch_units:
+            torch_unit.catch_up()
+        self.ending = lambda: True  # no backward runs, so autograd would call nothing
+        for state in self.states:
+            for param in state.unsharded:
+                if param.grad is not None:
+                    _call_hooks(param)
+        self.finish()
+
     def reset(self) -> None:
         """Reshard every unit and drop the gradients of an incomplete backward."""
         half = self.head.in_backward
@@ -481,10 +496,13 @@ class Root:
 def _run_hooks(state: UnitState) -> None:
     """Call the params' post-accumulate hooks once gradients are complete."""
     for param in state.params:
-        hooks = param._post_accumulate_grad_hooks
-        if hooks and param.grad is not None:
-            for hook in list(hooks.values()):
-                hook(param)
+        if param.grad is not None:
+            _call_hooks(param)
+
+
+def _call_hooks(param: nn.Parameter) -> None:
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)
 
 
 def states_of(module: nn.Module) -> list[UnitState]:

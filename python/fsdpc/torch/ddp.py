@@ -126,7 +126,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         for optimizer in made:
             _made_before.give_whole(optimizer, places)
         ours: Any = module
-        ours.__class__ = sharded_class(cls, plain_class(type(module)), cls.__name__)
+        ours.__class__ = sharded_class(cls, plain_class(type(module)), prefix=cls.__name__)
         ours.forward_sync_buffers = at_forward
         ours.require_forward_param_sync = True
         ours._has_buffers = bool(_buffers_of(ours))

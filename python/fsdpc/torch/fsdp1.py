@@ -468,7 +468,7 @@ def _shard(
         dtensor=strategy is not ShardingStrategy.NO_SHARD,
     )
     kind = FullyShardedDataParallel
-    module.__class__ = sharded_class(kind, plain_class(type(module)), kind.__name__)
+    module.__class__ = sharded_class(kind, plain_class(type(module)), prefix=kind.__name__)
     kept = {id(b) for b in options.get("kept_buffers", ())}
     buffers = [b for m in own for b in m._buffers.values() if b is not None and id(b) not in kept]
     if synced:

@@ -1,0 +1,85 @@
+"""What torch's own code finds in a sharded module: FSDP2's class, and a part of its state.
+
+torch asks ``isinstance(module, FSDPModule)`` and then calls FSDP2's methods. Sharded modules
+therefore have torch's class last among their base classes, where none of its methods is found
+before ours. ``torch.distributed.pipelining`` and ``share_comm_ctx`` also read FSDP2's state.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdpc.torch._unit import Root
+
+#: Modules that hold torch's class and function, also after install(); the second is torch 2.5's.
+_HOMES = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+
+
+class TorchState:
+    """The part of FSDP2's state that torch's own code uses; a pipeline reduces through it."""
+
+    root: Root | None
+    #: Streams, which all units of a process share anyway, and the groups that torch loops over.
+    _comm_ctx: Any = None
+    _fsdp_param_groups: tuple[Any, ...] = ()
+
+    @property
+    def _state_ctx(self) -> TorchState:
+        return self
+
+    @property
+    def all_states(self) -> tuple[TorchState, ...]:
+        """All states, as ``_state_ctx`` has them; each would reduce its own groups."""
+        return (self,)
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self.root is not None:
+            self.root.reduce()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"'{name}' of the state of a module that fsdpc has sharded: FSDP2's internals are not "
+            "here; call the module's own methods"
+        )
+
+
+@cache
+def _torch_home() -> Any:
+    """Return the module of torch that has FSDP2, or None."""
+    for name in _HOMES:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError:
+            continue
+    return None
+
+
+@cache
+def torch_bases(ours: type) -> tuple[type, ...]:
+    """Return torch's FSDPModule, with refusals of the public methods that ours lacks."""
+    if _torch_home() is None:
+        return ()
+    theirs = _torch_home().FSDPModule
+    missing = [name for name in vars(theirs) if name[0] != "_" and not hasattr(ours, name)]
+    return (type(theirs.__name__, (theirs,), {name: _refusal(name) for name in missing}),)
+
+
+def _refusal(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name}: this method of torch's FSDPModule is newer than fsdpc")
+
+    return refuse
+
+
+def register(module: nn.Module, state: TorchState) -> None:
+    """Let torch's ``fully_shard.state(module)`` find a state."""
+    if _torch_home() is not None:
+        from torch.distributed._composable.contract import STATE_KEY
+
+        states = module.__dict__.setdefault(STATE_KEY, {})
+        states[_torch_home().fully_shard.__wrapped__] = state
