@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.fsdp as theirs
+from torch import nn
 
 import fsdpc.torch as ours
+from fsdpc.torch import _fsdp2
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FSDP2 = (DOCS / "coming-from-fsdp2.md").read_text()
@@ -21,7 +24,6 @@ REFUSED = {
     "DataParallelMeshDims",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
-    "share_comm_ctx",
 }
 
 
@@ -29,12 +31,54 @@ def public(cls: type) -> list[str]:
     return [name for name in dir(cls) if not name.startswith("_")]
 
 
+def fates() -> dict[str, str]:
+    """Return what the page's tables say of each name: honoured, no effect or refused."""
+    found = {}
+    for names, what in re.findall(r"^\| (`.*`.*) \| (\S+(?: effect)?).*\|$", FSDP2, re.M):
+        found.update(dict.fromkeys(re.findall(r"`(\w+)`", names), what.strip(":;,")))
+    return found
+
+
+def test_the_page_tells_the_fate_of_every_name() -> None:
+    """Fails when torch adds one."""
+    functions = {"register_fsdp_forward_method", "share_comm_ctx"}
+    arguments = set(inspect.signature(theirs.fully_shard).parameters)
+    assert set(fates()) - {"fully_shard"} == {*public(theirs.FSDPModule), *functions, *arguments}
+    assert {what for name, what in fates().items() if name != "fully_shard"} == {
+        "honoured", "no effect", "refused",
+    }  # fmt: skip
+
+
+@pytest.mark.ranks(1)
+def test_sharded_modules_are_torchs_and_refuse_by_name() -> None:
+    model = ours.fully_shard(nn.Linear(2, 2))
+    assert isinstance(model, theirs.FSDPModule) and type(model).__name__ == "FSDPLinear"
+    for name in public(theirs.FSDPModule):
+        if fates()[name] == "refused":
+            with pytest.raises(NotImplementedError, match=name):
+                getattr(model, name)(None)
+    theirs.share_comm_ctx([model, ours.fully_shard(nn.Linear(2, 2))])
+    with pytest.raises(ValueError, match="share_comm_ctx takes sharded modules, got a Linear"):
+        ours.share_comm_ctx([nn.Linear(2, 2)])
+    with pytest.raises(AttributeError, match="'_pre_forward' of the state .* internals are not"):
+        model._get_fsdp_state()._pre_forward
+
+
+@pytest.mark.ranks(1)
+def test_methods_of_a_newer_torch_refuse(monkeypatch: Any) -> None:
+    monkeypatch.setattr(theirs.FSDPModule, "set_new", lambda self: None, raising=False)
+    _fsdp2.torch_bases.cache_clear()
+    model = ours.fully_shard(nn.Bilinear(2, 2, 2))
+    _fsdp2.torch_bases.cache_clear()
+    with pytest.raises(NotImplementedError, match="set_new: .* newer than fsdpc"):
+        model.set_new()
+
+
 def test_fully_shard_takes_every_argument() -> None:
     expected = inspect.signature(theirs.fully_shard).parameters
     found = inspect.signature(ours.fully_shard).parameters
     for name, parameter in expected.items():
         assert name in found and found[name].kind is parameter.kind, name
-        assert f"`{name}`" in FSDP2, f"its page does not say what {name} does"
 
 
 def test_every_method_exists_with_its_arguments() -> None:
@@ -44,7 +88,6 @@ def test_every_method_exists_with_its_arguments() -> None:
         assert list(found)[: len(expected)] == list(expected), name
         for argument in expected:
             assert found[argument].kind is expected[argument].kind, f"{name}({argument})"
-        assert f"`{name}`" in FSDP2, f"its page does not say what {name} does"
 
 
 def test_policies_take_the_same_fields() -> None:

@@ -22,7 +22,7 @@ from fsdpc.sharding.fsdp_module import UnshardHandle, register_fsdp_forward_meth
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import backend, optim, sharded_grad_scaler, wrap
 from fsdpc.torch._install import install, uninstall
-from fsdpc.torch._module import FSDPModule, fully_shard
+from fsdpc.torch._module import FSDPModule, fully_shard, share_comm_ctx
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.ddp import DistributedDataParallel
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
@@ -47,10 +47,9 @@ __all__ = [
     "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
     "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
     "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "install",
-    "optim",
-    "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
-    "shard_by_plan", "sharded_grad_scaler", "size_based_auto_wrap_policy", "summon_full_params",
-    "transformer_auto_wrap_policy", "uninstall", "use_kernels", "wrap",
+    "optim", "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
+    "shard_by_plan", "share_comm_ctx", "sharded_grad_scaler", "size_based_auto_wrap_policy",
+    "summon_full_params", "transformer_auto_wrap_policy", "uninstall", "use_kernels", "wrap",
 ]  # fmt: skip
 
 

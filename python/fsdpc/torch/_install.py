@@ -18,7 +18,7 @@ from fsdpc.display.text import say
 
 _NAMES = (
     "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
-    "fully_shard", "register_fsdp_forward_method",
+    "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
 )  # fmt: skip
 #: Torch's modules that hand the names out; others are torch's own code for its own classes.
 _DOORS = (
@@ -33,7 +33,7 @@ _kept: set[tuple[int, str]] = set()  # places that had ours before: (id of the m
 def install() -> None:
     """Put fsdpc's names of FSDP2 into ``torch.distributed.fsdp``, for this process.
 
-    ``fully_shard``, ``FSDPModule``, the policies, ``UnshardHandle`` and
+    ``fully_shard``, ``FSDPModule``, the policies, ``UnshardHandle``, ``share_comm_ctx`` and
     ``register_fsdp_forward_method`` are replaced, also in modules that have imported them already.
     Nothing else of torch changes. :func:`uninstall` reverts it.
 

@@ -431,6 +431,31 @@ def fully_shard(
     return module
 
 
+def share_comm_ctx(modules: Iterable[Any]) -> None:
+    """Accept sharded modules, as FSDP2 does for the stages of a pipeline, and change nothing.
+
+    All units of a process already share the engine's streams.
+
+    Parameters
+    ----------
+    modules : iterable of FSDPModule
+
+    Raises
+    ------
+    ValueError
+        One of them is not sharded.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import fully_shard, share_comm_ctx
+    >>> share_comm_ctx([fully_shard(torch.nn.Linear(4, 2))])
+    """
+    for m in modules:
+        if not isinstance(m, FSDPModule):
+            raise ValueError(f"share_comm_ctx takes sharded modules, got a {type(m).__name__}")
+
+
 _FRONTEND = rules.Frontend(
     records=lambda: torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1,
     parameters=lambda module: module._fsdpc_state.unsharded,
