@@ -61,7 +61,7 @@ def test_sharded_modules_are_torchs_and_refuse_by_name() -> None:
     with pytest.raises(ValueError, match="share_comm_ctx takes sharded modules, got a Linear"):
         ours.share_comm_ctx([nn.Linear(2, 2)])
     with pytest.raises(AttributeError, match="'_pre_forward' of the state .* internals are not"):
-        model._get_fsdp_state()._pre_forward
+        _ = model._get_fsdp_state()._pre_forward
 
 
 @pytest.mark.ranks(1)

@@ -83,7 +83,13 @@ def _ours(values: Iterable[Any]) -> ShardedTensor:
 
 def _is_mixed(value: torch.Tensor) -> bool:
     """Return whether a plain tensor must not meet a DTensor: other ranks' may differ."""
-    return bool(value.dim()) or (value.requires_grad and torch.is_grad_enabled())
+    mixed = bool(value.dim()) or (value.requires_grad and torch.is_grad_enabled())
+    return mixed and not _replicates()
+
+
+def _replicates() -> bool:
+    """Return whether plain tensors count as replicated (``implicit_replication``)."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -106,6 +112,7 @@ class _Unwrapper:
 
     def __init__(self) -> None:
         self.like: dict[int, DTensor] = {}
+        self.plain: set[int] = set()  # positions with a plain tensor that counts as replicated
 
     def one(self, value: Any, at: int = 0) -> Any:
         if type(value) is list:
@@ -115,6 +122,8 @@ class _Unwrapper:
         if not isinstance(value, DTensor):
             if _is_mixed(value):
                 raise _NotLocal
+            if value.dim():
+                self.plain.add(at)
             return value
         spec = value._spec
         if _is_elsewhere(value):
@@ -161,7 +170,12 @@ def _wrapped(result: Any, like: dict[int, DTensor], at: int = 0) -> Any:
         return type(result)(_wrapped(r, like, k) for k, r in enumerate(result))
     if not isinstance(result, torch.Tensor):
         return result
-    of = like[at]
+    of = like.get(at)
+    return result if of is None else wrapped_as(of, result)  # None: only plain tensors are there
+
+
+def wrapped_as(of: DTensor, result: torch.Tensor) -> DTensor:
+    """Return a local tensor as a DTensor with the placements of another one."""
     spec = _spec_as(of._spec, result.dtype)
     if isinstance(of, ShardedTensor):
         return wrap(_kind_of(of), result, spec, of._fsdpc)
@@ -178,6 +192,11 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         named = {k: unwrap.one(v) for k, v in kwargs.items()}
     except _NotLocal:
         return by_torch(func, args, kwargs)
+    if unwrap.plain & unwrap.like.keys():
+        from fsdpc.torch._replicated import cut
+
+        made = cut(func, args, kwargs, unwrap.like)
+        return by_torch(func, args, kwargs) if made is None else _elementwise(func, *made)
     if not unwrap.like:
         return by_torch(func, args, kwargs)
     if not func._schema.is_mutable:
@@ -387,7 +406,7 @@ def _is_stepping() -> bool:
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Implement ``torch.equal``, which says the same on all ranks; collective."""
     for other in _tensors(args):
-        if not isinstance(other, DTensor) and other.dim():
+        if not isinstance(other, DTensor) and other.dim() and not _replicates():
             refuse_mixed(_word(func), _ours(args), other)
     return _on(lambda t: t.full_tensor(), func, args, kwargs)
 
@@ -430,6 +449,11 @@ def by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args) if func._schema.is_mutable else []
     if written and _is_elsewhere(args[0]):
         return args[0]
+    if any(type(t) in _PLAIN for t in _tensors(written)):
+        raise RuntimeError(
+            f"{_word(func)} writes into a plain tensor and reads {name_of(ours)}: read its "
+            "full_tensor()"
+        )
     _check_writes(func, written)
     try:
         return _by_torch(func, args, kwargs, values, ours, written)
