@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdpc.torch import fully_shard
 
-from .common import full, join_gloo, twin
+from .common import full, join_gloo
 
 DIM, HEADS, SEQUENCE, ROWS, STEPS = 16, 4, 8, 2, 5
 
