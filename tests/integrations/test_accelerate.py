@@ -7,6 +7,8 @@ import copy
 import io
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,23 @@ def test_the_script_of_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "state" / "model.safetensors").is_file()
     torch.distributed.destroy_process_group()
     fsdpc.shutdown()
+
+
+ONE = """
+import torch, torch.distributed as dist
+from accelerate import Accelerator
+from transformers import TrainingArguments
+from fsdpc.torch import fully_shard
+fully_shard(torch.nn.Linear(4, 2))
+found = Accelerator(cpu=True)
+print(dist.is_initialized(), found.distributed_type, found.num_processes)
+print(TrainingArguments("run", use_cpu=True).parallel_mode)
+"""
+
+
+def test_one_rank_is_not_a_distributed_run(tmp_path: Path) -> None:
+    """Sharding initialises torch.distributed, in a notebook as well; frameworks ignore that."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-c", ONE]
+    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert run.stdout == "True DistributedType.NO 1\nParallelMode.NOT_PARALLEL\n", run.stderr

@@ -65,6 +65,8 @@ def torch_bases(ours: type) -> tuple[type, ...]:
     if _torch_home() is None:
         return ()
     theirs = _torch_home().FSDPModule
+    if issubclass(theirs, ours):  # someone has put ours in its place
+        return ()
     missing = [name for name in vars(theirs) if name[0] != "_" and not hasattr(ours, name)]
     return (type(theirs.__name__, (theirs,), {name: _refusal(name) for name in missing}),)
 
@@ -78,8 +80,8 @@ def _refusal(name: str) -> Any:
 
 def register(module: nn.Module, state: TorchState) -> None:
     """Let torch's ``fully_shard.state(module)`` find a state."""
-    if _torch_home() is not None:
+    theirs = getattr(getattr(_torch_home(), "fully_shard", None), "__wrapped__", None)
+    if theirs is not None:
         from torch.distributed._composable.contract import STATE_KEY
 
-        states = module.__dict__.setdefault(STATE_KEY, {})
-        states[_torch_home().fully_shard.__wrapped__] = state
+        module.__dict__.setdefault(STATE_KEY, {})[theirs] = state
