@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdpc
 from fsdpc.torch import fully_shard, summon_full_params
@@ -217,6 +217,26 @@ def test_parameters_that_are_replaced(used: bool) -> None:
         assert ours.last.weight is value
     ours.last.weight = weight
     train(ours, plain)
+
+
+@pytest.mark.ranks([1, 2])
+def test_dtensors_that_replace_parameters_are_copied_in() -> None:
+    """With any placement, and with the attributes that frameworks set on them."""
+    ours = shard(build())
+    held, values = ours.first.weight, torch.arange(140.0).view(20, 7)
+    for factor, placements in ((2, held.placements), (3, [Replicate()])):
+        whole = values * factor
+        given = nn.Parameter(distribute_tensor(whole, held.device_mesh, placements))
+        given.mark = factor
+        ours.first.weight = given
+        assert ours.first.weight is held and held.mark == factor
+        assert torch.equal(held.detach().full_tensor(), whole)
+        with summon_full_params(ours):
+            assert torch.equal(ours.first.weight, whole)
+    held.mark = 4
+    ours.apply(lambda m: m is not ours.first or setattr(m, "seen", m.weight.mark))
+    assert ours.first.seen == 4
+    ours(batch(0, 0))
 
 
 @pytest.mark.ranks([1, 2])

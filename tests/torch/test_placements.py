@@ -179,9 +179,12 @@ def test_checkpoints_hold_logical_order(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.ranks(2)
 def test_wrong_placements_are_refused() -> None:
-    for wrong in (Replicate(), Shard(2), Shard(-3), "x", 1):
-        with pytest.raises(ValueError, match="for 'weight' .*None or Shard of a dimension, 0 to 1"):
+    for wrong in (Replicate(), "x", 1):
+        with pytest.raises(ValueError, match="for 'weight': it gives None or Shard"):
             fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p, w=wrong: w)
+    for dim in (2, -3):
+        with pytest.raises(AssertionError, match=f"dim {dim} is invalid for 2D .*'weight'"):
+            fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p, d=dim: Shard(d))
     with pytest.raises(fsdpc.MismatchError, match=r"Shard\(1\)"):
         fully_shard(
             nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(min(fsdpc.rank(), p.dim() - 1))

@@ -279,7 +279,9 @@ def dimension_of(
     Raises
     ------
     ValueError, NotImplementedError
-        The function returns something else than None or ``Shard`` of one of the dimensions.
+        The function returns something else than None or ``Shard``.
+    AssertionError
+        The parameter has no such dimension, as in torch.
     """
     asked = placement(p) if placement else None
     if asked is None:
@@ -289,13 +291,16 @@ def dimension_of(
             f"shard_placement_fn gives a mesh for '{name}': put parameters of another mesh into a "
             "module of their own, and give fully_shard of that module the mesh"
         )
-    dim = getattr(asked, "dim", None)
-    if type(asked) is not Shard or not -p.dim() <= dim < p.dim():
+    if type(asked) is not Shard:
         raise ValueError(
-            f"shard_placement_fn gives {asked!r} for '{name}' {tuple(p.shape)}: it gives None or "
-            f"Shard of a dimension, 0 to {p.dim() - 1}"
+            f"shard_placement_fn gives {asked!r} for '{name}': it gives None or Shard(dim)"
         )
-    return int(dim % p.dim())
+    if not -p.dim() <= asked.dim < p.dim():
+        raise AssertionError(
+            f"Shard dim {asked.dim} is invalid for {p.dim()}D tensor: shard_placement_fn gives it "
+            f"for '{name}' {tuple(p.shape)}"
+        )
+    return int(asked.dim % p.dim())
 
 
 def check_kind(name: str, p: nn.Parameter) -> None:

@@ -36,7 +36,7 @@ class Registered:
 
 
 def _note(module: nn.Module, name: str, value: Any) -> Any:
-    """Count a registration; a DTensor like the parameter that it replaces is copied into it.
+    """Count a registration; a DTensor in place of a parameter of its shape is copied into it.
 
     So are its attributes, in which frameworks record, for example, that it has been initialised.
     """
@@ -45,8 +45,9 @@ def _note(module: nn.Module, name: str, value: Any) -> Any:
     held = module._parameters.get(name)
     home = held.home() if isinstance(held, ShardedTensor) else None
     if home is not None and isinstance(value, DTensor) and value is not held:
-        if agree(held._spec, value._spec) and held.dtype is value.dtype:  # type: ignore[union-attr]
-            held.data = value.detach()  # type: ignore[union-attr]
+        if held.shape == value.shape and held.dtype is value.dtype:  # type: ignore[union-attr]
+            alike = agree(held._spec, value._spec)  # type: ignore[union-attr]
+            held.data = value.detach() if alike else value.detach().full_tensor()  # type: ignore[union-attr]
             home[0].trust(home[1])
             held.__dict__.update(attributes_of(value))  # type: ignore[union-attr]
             return held.requires_grad_(value.requires_grad)  # type: ignore[union-attr]
