@@ -13,8 +13,10 @@ import fsdpc
 from fsdpc.torch import MixedPrecisionPolicy, fully_shard
 
 from .common import (
+    assert_same_parameters,
     average_grads,
     batch,
+    both,
     build,
     loss_of,
     shard,
@@ -101,3 +103,25 @@ def test_a_compiled_root_compiles_what_is_the_users(low: bool) -> None:
     assert not any("fsdpc" in call or call == "to" for call in calls), calls
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.ranks([1, 2])
+def test_functions_of_sharded_parameters_compile() -> None:
+    """Optimizers that compile their own steps (torchao's) get parameters, gradients and states."""
+    ours, plain = shard(build()), build()
+
+    def step(p: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor) -> None:
+        mean.lerp_(grad, 0.1)
+        p.copy_(p.float() - 0.1 * mean / (mean.square() + 1e-3).sqrt())
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=False)
+    for _ in range(2):
+        both(ours, plain)
+        for model, how in ((ours, compiled), (plain, step)):
+            means = [torch.full_like(p, 0.5) for p in model.parameters()]
+            with torch.no_grad():
+                for p, mean in zip(model.parameters(), means, strict=True):
+                    how(p.detach(), p.grad.detach(), mean)
+            model.zero_grad()
+        assert_same_parameters(ours, plain)
+    torch._dynamo.reset()

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -194,6 +194,9 @@ class ShardedTensor(DTensor):
             frame = frame.f_back
         return super().__tensor_flatten__()
 
+    def __init_subclass__(cls) -> None:
+        cls.__tensor_unflatten__ = staticmethod(partial(_unflatten, cls))  # type: ignore[method-assign]
+
     def register_hook(self, hook: Any) -> Any:
         """Raise for parameters, because the reductions that create gradients run no hooks."""
         if self.is_leaf and self.requires_grad:
@@ -238,6 +241,23 @@ class ShardedTensor(DTensor):
             copied._is_param = True
         memo[id(self)] = copied
         return copied
+
+
+def _no_unit() -> None:
+    """A reference to a unit, for tensors that have none."""
+
+
+def _unflatten(kind: type, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+    """Return a tensor of the class that was flattened, which the compiler compares.
+
+    It has no unit, so torch's DTensor runs what the compiler traces.
+    """
+    local = inner["_local_tensor"]
+    plain = DTensor.__tensor_unflatten__(inner, context, size, stride)
+    made = kind(local.new_empty(0), plain._spec, requires_grad=plain.requires_grad)  # as in wrap()
+    made._local_tensor = local
+    made._fsdpc = _no_unit, -1
+    return made
 
 
 class _Averaged(torch.autograd.Function):
@@ -322,6 +342,8 @@ class ShardedGrad(ShardedTensor):
     def _local_tensor(self, value: torch.Tensor) -> None:
         _descriptor.__set__(self, value)
 
+
+ShardedTensor.__init_subclass__.__func__(ShardedTensor)  # type: ignore[attr-defined]
 
 # Optimizers and clipping check exact types to decide whether to use list operations.
 for _types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
