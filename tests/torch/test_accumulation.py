@@ -88,3 +88,23 @@ def test_micro_batches_of_a_pipeline() -> None:
         assert event_counts()["reduce"] == 4
         average_grads(plain)
         end_step(ours, plain)
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_unit_that_only_earlier_backwards_used(deterministic: bool) -> None:
+    fsdpc.init(deterministic=deterministic)
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    for micro in range(2):
+        ours.set_requires_gradient_sync(micro == 1)
+        x = batch(micro, fsdpc.rank())
+        if micro == 0:
+            losses = [loss_of(m, x) for m in (ours, plain)]
+        else:
+            losses = [loss_of(m.blocks[0], x.repeat(1, 3)[:, :20]) for m in (ours, plain)]
+        for loss in losses:
+            loss.backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain)

@@ -27,6 +27,7 @@ class TorchState:
     #: Streams, which all units of a process share anyway, and the groups that torch loops over.
     _comm_ctx: Any = None
     _fsdp_param_groups: tuple[Any, ...] = ()
+    _fsdp_param_group: Any = None  # before torch 2.12
 
     @property
     def _state_ctx(self) -> TorchState:

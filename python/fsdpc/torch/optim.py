@@ -6,6 +6,7 @@ states; ``state_dict()`` and ``shard_state`` return them as DTensors.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,10 @@ import torch
 from fsdpc import _core
 from fsdpc.torch import _device, _shards
 from fsdpc.torch._unit import ShardInfo, UnitState, take_grads
+
+_DECOUPLED = "decoupled_weight_decay"
+#: Groups have what torch's have, so that its checkpoints load here and ours there.
+_OF_ADAM = frozenset(inspect.signature(torch.optim.Adam).parameters)
 
 
 class _States(dict[Any, Any]):
@@ -68,7 +73,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._pass_hypers()
 
     def _pass_hypers(self) -> None:
+        decoupled = self.defaults.get(_DECOUPLED)
         for i, group in enumerate(self.param_groups):
+            if group.get(_DECOUPLED, decoupled) != decoupled:
+                raise ValueError(
+                    f"{type(self).__name__} with {_DECOUPLED}={group[_DECOUPLED]}, as in a state "
+                    "that was loaded: AdamW decouples weight decay, and Adam does not"
+                )
             options = {key: _plain(group[key]) for key in self._hypers}
             self._core.set_hyper(i, **options)
 
@@ -198,6 +209,7 @@ class AdamW(FlatOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "maximize": maximize, "foreach": foreach,
             "capturable": capturable, "differentiable": False, "fused": fused,
+            **({_DECOUPLED: self._kind == "AdamW"} if _DECOUPLED in _OF_ADAM else {}),
         })  # fmt: skip
 
 
@@ -260,7 +272,8 @@ class SGD(FlatOptimizer):
             raise ValueError("nesterov needs a momentum and zero dampening")
         super().__init__(params, {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "maximize": False, **options,
+            "nesterov": nesterov, "maximize": False, "foreach": None, "differentiable": False,
+            "fused": None, **options,
         })  # fmt: skip
 
 
