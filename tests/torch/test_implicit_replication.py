@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from fsdpc.torch import fully_shard
@@ -26,12 +26,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def pair() -> tuple[Any, nn.Parameter]:
-    """Return a module with a sharded weight, and its values."""
+def pair(dim: int = 0) -> tuple[Any, nn.Parameter]:
+    """Return a module with a weight sharded along a dimension, and its values."""
     torch.manual_seed(0)
     module = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
     values = nn.Parameter(module.weight.detach().clone())
-    return fully_shard(module), values
+    return fully_shard(module, shard_placement_fn=lambda p: Shard(dim)), values
 
 
 @pytest.mark.ranks([1, 2])
@@ -63,11 +63,12 @@ def check_optimizer(name: str) -> None:
 @pytest.mark.ranks([1, 2, 4])
 def test_rows_meet_their_own_rows() -> None:
     for shape in ((7, 4), (4,), (1, 4), (7, 1), (1,), (), (1, 1)):
-        check_rows(shape)
+        for dim in (0, 1):
+            check_rows(shape, dim)
 
 
-def check_rows(shape: tuple[int, ...]) -> None:
-    module, values = pair()
+def check_rows(shape: tuple[int, ...], dim: int) -> None:
+    module, values = pair(dim)
     sharded, other = module.weight.detach(), torch.randn(shape)
     for op in (torch.add, torch.mul, torch.maximum, torch.true_divide):
         with implicit_replication():

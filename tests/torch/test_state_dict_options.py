@@ -54,7 +54,7 @@ NOT_LOADED = {
 
 
 class Renamed(Net):
-    """Without ``first`` in names, if this modifier is asked for."""
+    """If an option names this modifier, names do not contain ``first``."""
 
     def _renamed(self) -> dict[str, str]:
         return {"first": ""}

@@ -1,8 +1,8 @@
 """What torch's own code finds in a sharded module: FSDP2's class, and a part of its state.
 
 torch asks ``isinstance(module, FSDPModule)`` and then calls FSDP2's methods. Sharded modules
-therefore have torch's class last among their base classes, where none of its methods is found
-before ours. ``torch.distributed.pipelining`` and ``share_comm_ctx`` also read FSDP2's state.
+therefore have torch's class last among their base classes, so that none of its methods precedes
+ours. ``torch.distributed.pipelining`` and ``share_comm_ctx`` also read FSDP2's state.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from fsdpc.torch._dtensor import (
     rows_of,
     wrap,
 )
+from fsdpc.torch._implicit_replication import cut
 from fsdpc.torch._param_layout import is_cut
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -84,12 +85,7 @@ def _ours(values: Iterable[Any]) -> ShardedTensor:
 def _is_mixed(value: torch.Tensor) -> bool:
     """Return whether a plain tensor must not meet a DTensor: other ranks' may differ."""
     mixed = bool(value.dim()) or (value.requires_grad and torch.is_grad_enabled())
-    return mixed and not _replicates()
-
-
-def _replicates() -> bool:
-    """Return whether plain tensors count as replicated (``implicit_replication``)."""
-    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+    return mixed and not DTensor._op_dispatcher._allow_implicit_replication
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -168,18 +164,17 @@ def _kind_of(tensor: DTensor) -> type:
 def _wrapped(result: Any, like: dict[int, DTensor], at: int = 0) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)(_wrapped(r, like, k) for k, r in enumerate(result))
-    if not isinstance(result, torch.Tensor):
+    of = like.get(at)  # None: only plain tensors are there
+    if of is None or not isinstance(result, torch.Tensor):
         return result
-    of = like.get(at)
-    return result if of is None else wrapped_as(of, result)  # None: only plain tensors are there
-
-
-def wrapped_as(of: DTensor, result: torch.Tensor) -> DTensor:
-    """Return a local tensor as a DTensor with the placements of another one."""
     spec = _spec_as(of._spec, result.dtype)
     if isinstance(of, ShardedTensor):
         return wrap(_kind_of(of), result, spec, of._fsdpc)
     return DTensor(result, spec, requires_grad=False)
+
+
+def _as_part(of: DTensor, whole: torch.Tensor) -> Any:
+    return _wrapped(part_of(of, whole), {0: of})
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,10 +188,11 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     except _NotLocal:
         return by_torch(func, args, kwargs)
     if unwrap.plain & unwrap.like.keys():
-        from fsdpc.torch._replicated import cut
-
-        made = cut(func, args, kwargs, unwrap.like)
-        return by_torch(func, args, kwargs) if made is None else _elementwise(func, *made)
+        try:
+            made = cut((args, kwargs), unwrap.like, _as_part, _written(func, args))
+        except RuntimeError:
+            return by_torch(func, args, kwargs)
+        return _elementwise(func, *made)
     if not unwrap.like:
         return by_torch(func, args, kwargs)
     if not func._schema.is_mutable:
@@ -406,7 +402,7 @@ def _is_stepping() -> bool:
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Implement ``torch.equal``, which says the same on all ranks; collective."""
     for other in _tensors(args):
-        if not isinstance(other, DTensor) and other.dim() and not _replicates():
+        if not isinstance(other, DTensor) and other.dim() and _is_mixed(other):
             refuse_mixed(_word(func), _ours(args), other)
     return _on(lambda t: t.full_tensor(), func, args, kwargs)
 
@@ -451,8 +447,7 @@ def by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if any(type(t) in _PLAIN for t in _tensors(written)):
         raise RuntimeError(
-            f"{_word(func)} writes into a plain tensor and reads {name_of(ours)}: read its "
-            "full_tensor()"
+            f"{_word(func)} writes into a plain tensor and reads {name_of(ours)}: use full_tensor()"
         )
     _check_writes(func, written)
     try:
