@@ -177,7 +177,9 @@ def reduce_as_pipelines(model: Any) -> None:
     state = fsdp.fully_shard.state(model)
     assert state is fully_shard.state(model)
     for each in state._state_ctx.all_states:
-        assert not each._fsdp_param_groups
+        for group in each._fsdp_param_groups:
+            assert group is each._fsdp_param_group  # as older versions name it
+            group.post_backward()
     state._root_post_backward_final_callback()
 
 

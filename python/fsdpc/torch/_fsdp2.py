@@ -21,26 +21,34 @@ _HOMES = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.
 
 
 class TorchState:
-    """The part of FSDP2's state that torch's own code uses; a pipeline reduces through it."""
+    """The part of FSDP2's state that torch's own code uses; a pipeline reduces through it.
+
+    It is its own context and its own, only group of parameters.
+    """
 
     root: Root | None
-    #: Streams, which all units of a process share anyway, and the groups that torch loops over.
-    _comm_ctx: Any = None
-    _fsdp_param_groups: tuple[Any, ...] = ()
-    _fsdp_param_group: Any = None  # before torch 2.12
+    _comm_ctx: Any = None  # streams, which all units of a process share
 
     @property
     def _state_ctx(self) -> TorchState:
         return self
 
+    _fsdp_param_group = _state_ctx  # before torch 2.12
+
     @property
     def all_states(self) -> tuple[TorchState, ...]:
-        """All states, as ``_state_ctx`` has them; each would reduce its own groups."""
+        """This state, which reduces for all of the root's."""
         return (self,)
 
-    def _root_post_backward_final_callback(self) -> None:
+    _fsdp_param_groups = all_states
+
+    def post_backward(self) -> None:
+        """Reduce the gradients of all units of the root; collective."""
         if self.root is not None:
             self.root.reduce()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Do nothing, as FSDP2 waits here."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

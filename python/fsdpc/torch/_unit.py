@@ -479,10 +479,15 @@ class Root:
         for torch_unit in self.torch_units:
             torch_unit.catch_up()
         self.ending = lambda: True  # no backward runs, so autograd would call nothing
-        for state in self.states:
-            for param in state.unsharded:
-                if param.grad is not None:
-                    _call_hooks(param)
+        try:
+            for state in self.states:
+                for param in state.unsharded:
+                    if param.grad is not None:
+                        _call_hooks(param)
+        except BaseException:
+            self.ending = _none
+            self.reset()
+            raise
         self.finish()
 
     def reset(self) -> None:
