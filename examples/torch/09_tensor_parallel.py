@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -50,7 +51,7 @@ for step in range(STEPS):
     if step % 10 == 0 and dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.4f} norm {norm.item():.3f}")
 
-weight = model[0][0].weight
-if dist.get_rank() == 0:
+weight = model.get_parameter("0.0.weight")
+if dist.get_rank() == 0 and isinstance(weight, DTensor):
     print(f"{tuple(weight.shape)} placed as {weight.placements}: {tuple(weight.to_local().shape)}")
 dist.destroy_process_group()

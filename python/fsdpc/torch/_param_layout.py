@@ -148,7 +148,7 @@ class ParamLayout:
         return joined(mesh, self.spec.mesh), (*ours, *self.spec.placements)
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return where this rank's part over the other mesh begins and ends in each dimension."""
+        """Return the begin and end, in each dimension, of this rank's part over the other mesh."""
         bounds = [(0, extent) for extent in self.shape]
         for k, placement in enumerate(self.spec.placements) if self.spec is not None else ():
             if is_cut(placement):
