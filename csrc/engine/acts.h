@@ -8,22 +8,22 @@
 /* Records an event on a unit in the trace and in the current step's acts. */
 void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes, bool backward);
 
-static inline void fsdpc_root_begin_acts(fsdpc_root *root)
+static inline void fsdpc_model_begin_acts(fsdpc_model *model)
 {
-    if (root->acts.whole) {
-        fsdpc_acts spare = root->last_acts;
-        root->last_acts = root->acts;
-        root->acts = spare;
+    if (model->acts.whole) {
+        fsdpc_acts spare = model->last_acts;
+        model->last_acts = model->acts;
+        model->acts = spare;
     }
-    root->acts.length = 0;
-    root->acts.whole = false;
-    root->notes_acts = true;
+    model->acts.length = 0;
+    model->acts.whole = false;
+    model->notes_acts = true;
 }
 
-static inline void fsdpc_root_end_acts(fsdpc_root *root)
+static inline void fsdpc_model_end_acts(fsdpc_model *model)
 {
-    root->acts.whole = root->acts.whole || root->notes_acts;
-    root->notes_acts = false;
+    model->acts.whole = model->acts.whole || model->notes_acts;
+    model->notes_acts = false;
 }
 
 #endif

@@ -30,13 +30,14 @@ bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out)
 {
     *generation_out = generation_of(unit, call);
-    return !unit->root->in_backward;
+    return !unit->root->model->in_backward;
 }
 
 static void key_streams(const fsdpc_unit *unit, uint64_t *next_stream)
 {
     fsdpc_root *root = unit->root;
-    if (!unit->settings.deterministic || root->forward_depth != 1 || root->in_backward)
+    if (!unit->settings.deterministic || root->model->forward_depth != 1 ||
+        root->model->in_backward)
         return;
     uint64_t step = root->steps + 1;
     if (root->streams_step != step) {
@@ -100,7 +101,7 @@ fsdpc_status fsdpc_call_enter(fsdpc_unit *unit, const fsdpc_call *call, bool *fi
 fsdpc_status fsdpc_call_leave(fsdpc_unit *unit, fsdpc_left *left_out)
 {
     FSDPC_TRY(fsdpc_post_forward(unit));
-    if (unit->running > 0 || unit->root->in_backward)
+    if (unit->running > 0 || unit->root->model->in_backward)
         *left_out = FSDPC_LEFT_INSIDE;
     else
         *left_out = fsdpc_unit_reshards(unit) ? FSDPC_LEFT_RESHARD : FSDPC_LEFT_KEPT;
@@ -111,8 +112,8 @@ void fsdpc_call_failed(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
     unit->running -= unit->running > 0;
-    root->forward_depth -= root->forward_depth > 0;
-    if (root->forward_depth == 0 && !root->in_backward)
+    root->model->forward_depth -= root->model->forward_depth > 0;
+    if (root->model->forward_depth == 0 && !root->model->in_backward)
         fsdpc_root_reset(root);
 }
 
@@ -123,18 +124,18 @@ void fsdpc_call_set_seen(fsdpc_unit *unit, uint64_t generation)
 
 bool fsdpc_call_wants_end(const fsdpc_unit *unit)
 {
-    return !unit->root->end_asked;
+    return !unit->root->model->end_asked;
 }
 
 fsdpc_status fsdpc_call_begin_backward(fsdpc_unit *unit, uint64_t generation)
 {
-    unit->root->end_asked = true;
+    unit->root->model->end_asked = true;
     return fsdpc_pre_backward(unit, generation);
 }
 
 fsdpc_status fsdpc_call_end_backward(fsdpc_root *root, fsdpc_status status)
 {
-    root->end_asked = false;
+    root->model->end_asked = false;
     if (status == FSDPC_OK)
         status = fsdpc_backward_end(root);
     if (status != FSDPC_OK)

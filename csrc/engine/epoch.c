@@ -23,6 +23,9 @@
  * order, so all continue from the same state. If the exception was raised in a backward, ranks also
  * drop unreduced gradients, which may be incomplete. A forward produces no gradients, so those of
  * earlier micro-steps are kept.
+ *
+ * The roots of a model begin their epochs one after the other, on every rank in the same order. A
+ * reset travels from one root's ranks to those of the next.
  */
 #include "engine/epoch.h"
 
@@ -160,9 +163,13 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
         FSDPC_TRY(keep_progress(
             root, fsdpc_param_buffer_epoch_wait(root->param_buffer, called->name, &all)));
     if (all.bits & FSDPC_EPOCH_RESET)
-        fsdpc_exec_order_clear(&root->exec_order);
+        fsdpc_exec_order_clear(&root->model->exec_order);
     if (all.bits & FSDPC_EPOCH_DROP)
         fsdpc_fill_drop_failed(root);
+    if (root->next) { /* ranks of other meshes learn of it too */
+        root->next->needs_reset |= (all.bits & FSDPC_EPOCH_RESET) != 0;
+        root->next->drops |= (all.bits & FSDPC_EPOCH_DROP) != 0;
+    }
     root->needs_reset = root->drops = false;
     root->epoch_progress =
         all.bits & FSDPC_EPOCH_CHANGED ? FSDPC_EPOCH_AT_WRITING : FSDPC_EPOCH_AT_IDLE;
@@ -206,12 +213,17 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
     return FSDPC_OK;
 }
 
-/* Call before a new epoch. It is not an error if all ranks refused the interrupted epoch because
- * weights changed under unshard(). */
+/* Call before a new epoch. Completes those of the model's other roots too, because peers that wait
+ * in them do not arrive in the new one. It is not an error if all ranks refused the interrupted
+ * epoch because weights changed under unshard(). */
 static fsdpc_status complete_interrupted(fsdpc_root *root)
 {
-    fsdpc_status status = complete(root, root->units[0]);
-    return status == FSDPC_ERR_STATE ? FSDPC_OK : status;
+    for (root = root->model->first; root; root = root->next) {
+        fsdpc_status status = complete(root, root->units[0]);
+        if (status != FSDPC_ERR_STATE)
+            FSDPC_TRY(status);
+    }
+    return FSDPC_OK;
 }
 
 /* Fails inside another model's capture, since a graph contains the step of only one model. */
@@ -236,6 +248,14 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
     return complete(root, called);
 }
 
+fsdpc_status fsdpc_model_epoch(fsdpc_model *model, fsdpc_epoch_kind kind, fsdpc_unit *called,
+                               uint32_t bits)
+{
+    for (fsdpc_root *root = model->first; root; root = root->next)
+        FSDPC_TRY(fsdpc_root_epoch(root, kind, called, bits));
+    return FSDPC_OK;
+}
+
 /* The peers take the step that this rank announced but did not apply to its rows, so no rank may
  * continue. */
 static void close_half_step(fsdpc_root *root, const char *what)
@@ -250,10 +270,7 @@ static void close_half_step(fsdpc_root *root, const char *what)
 
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
 {
-    const char *inside = root->holds           ? "hold()"
-                         : root->in_backward   ? "backward"
-                         : root->forward_depth ? "forward"
-                                               : NULL;
+    const char *inside = fsdpc_model_inside(root->model);
     if (inside)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "an optimizer stepped inside %s of '%s': the weights are fixed there",

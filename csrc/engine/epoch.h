@@ -34,6 +34,10 @@ const char *fsdpc_epoch_text(uint32_t kind);
 fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
                               uint32_t bits);
 
+/* Collective over the meshes of all roots: an epoch of each. */
+fsdpc_status fsdpc_model_epoch(fsdpc_model *model, fsdpc_epoch_kind kind, fsdpc_unit *called,
+                               uint32_t bits);
+
 /* Collective, also over replicas: runs an epoch in which no rank writes. Returns FSDPC_OK if
  * `status` is OK on every rank; in that case, no operation is in flight, and only held units are
  * unsharded. Otherwise every rank returns the same rank's error. */

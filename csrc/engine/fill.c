@@ -78,7 +78,7 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
     bool own = root->reduce_comm->ops->any_buffer;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
-        unit->stays_open = fsdpc_unit_owns_buffer(&unit->settings, i == 0 || encloses[i]);
+        unit->stays_open = fsdpc_unit_owns_buffer(&unit->settings, encloses[i]);
         if (unit->reduce_bytes == 0)
             continue;
         if (!unit->stays_open)

@@ -80,7 +80,7 @@ fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit)
     if (!root->unsharded->at_use)
         FSDPC_TRY(fsdpc_unsharded_cast(unit, &bytes));
     fsdpc_unit_drop_copies(unit);
-    fsdpc_root_trace(unit, FSDPC_TRACE_COPY_IN, bytes, root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_COPY_IN, bytes, root->model->in_backward);
     fsdpc_unsharded_seal(unit);
     unit->dirty = false;
     return FSDPC_OK;

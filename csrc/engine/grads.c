@@ -69,7 +69,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
     unit->pending_scale = 1;
     unit->clipped = false;
     unit->forget = unit->reduction != FSDPC_REDUCTION_NONE;
-    if (unit->root && !unit->root->in_backward)
+    if (unit->root && !unit->root->model->in_backward)
         fsdpc_fill_drop(unit); /* gradients accumulated without synchronising */
 }
 

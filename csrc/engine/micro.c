@@ -268,7 +268,7 @@ static fsdpc_status merge(const fsdpc_unit *unit, int level)
  * leaves. */
 static void count_micro_step(fsdpc_unit *unit)
 {
-    uint64_t backwards = unit->root->backwards;
+    uint64_t backwards = unit->root->model->backwards;
     if (unit->n_micro > 0 && unit->micro_backward == backwards)
         warn_one_rank(unit, &unit->root->warned_twice,
                       "are reduced twice in a backward, because a forward uses that unit twice",

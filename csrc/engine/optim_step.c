@@ -295,7 +295,7 @@ static fsdpc_status step_next(fsdpc_optim *optim)
             return give_up(optim, status);
         states->waits = false;
         fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, states->unit->id, 0,
-                        root ? root->param_buffer->epoch : 0, root && root->in_backward);
+                        root ? root->param_buffer->epoch : 0, root && root->model->in_backward);
     }
     optim->next++;
     return FSDPC_OK;

@@ -37,7 +37,7 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root)
  * waits for. */
 static void run_dry(const fsdpc_root *root, fsdpc_stream *stream)
 {
-    bool between = !root->in_backward && !root->forward_depth && !root->needs_reset;
+    bool between = !root->model->in_backward && !root->model->forward_depth && !root->needs_reset;
     if (!stream)
         return;
     fsdpc_status status = FSDPC_IN_PROGRESS;

@@ -1,5 +1,5 @@
-/* The parameter buffer contains the unsharded parameters of all units end to end, each group on a
- * page boundary. If gathers move bytes, the parameter buffer only defines these offsets
+/* A root's parameter buffer contains the unsharded parameters of all its units end to end, each
+ * group on a page boundary. If gathers move bytes, the parameter buffer only defines these offsets
  * (unsharded.h). Reduce buffers are sized for the largest unit that uses them.
  */
 #include "engine/root_internal.h"
@@ -18,24 +18,12 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units,
     size_t param_buffer_bytes = 0;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = units[i];
-        if (unit->root)
-            return fsdpc_fail(
-                FSDPC_ERR_STATE,
-                "unit '%s' already belongs to the root '%s': run the outermost module "
-                "first, so that all units are found together",
-                unit->name, unit->root->units[0]->name);
-        if (unit->mesh.shard != units[0]->mesh.shard ||
-            unit->mesh.replicate != units[0]->mesh.replicate)
-            return fsdpc_fail(FSDPC_ERR_STATE,
-                              "units '%s' and '%s' of one model are sharded over different meshes",
-                              units[0]->name, unit->name);
         for (int g = 0; g < unit->layout->n_groups; g++)
             unit->groups[g].param_buffer_offset += param_buffer_bytes;
         FSDPC_TRY(
             fsdpc_add_size(param_buffer_bytes, unit->param_buffer_bytes, &param_buffer_bytes));
         root->units[i] = unit;
         unit->root = root;
-        unit->id = i;
         unit->dirty = true;
     }
     *param_buffer_bytes_out = param_buffer_bytes;
@@ -75,22 +63,24 @@ static bool frontend_has_memory(const fsdpc_root *root)
     return root->comm->size == 1;
 }
 
-fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
-                               fsdpc_root **out)
+static void destroy_root(fsdpc_root *root);
+
+/* Creates the root of units that share a mesh. */
+static fsdpc_status create_root(fsdpc_model *model, fsdpc_unit *const *units, const bool *encloses,
+                                int n_units, fsdpc_root **out)
 {
     fsdpc_status status = FSDPC_OK;
     fsdpc_root *root = calloc(1, sizeof *root);
     if (!root)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %d units", n_units);
+    root->model = model;
     root->n_units = n_units;
     root->comm = units[0]->mesh.shard;
     root->replicate = fsdpc_mesh_is_replicated(&units[0]->mesh) ? units[0]->mesh.replicate : NULL;
     root->reduce_comm = root->replicate && root->comm->size == 1 ? root->replicate : root->comm;
     root->ranks = fsdpc_mesh_ranks(&units[0]->mesh);
-    root->is_last_backward = true;
     root->device = units[0]->device;
     root->trace = units[0]->trace;
-    root->prefetch = units[0]->settings.prefetch;
     root->units = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     root->reducing = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     root->equal = calloc((size_t)n_units, sizeof *root->equal);
@@ -124,7 +114,90 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     return FSDPC_OK;
 
 destroy:
-    fsdpc_root_destroy(root);
+    destroy_root(root);
+    return status;
+}
+
+static bool has_mesh(const fsdpc_unit *unit, const fsdpc_mesh *mesh)
+{
+    return unit->mesh.shard == mesh->shard && unit->mesh.replicate == mesh->replicate;
+}
+
+/* Creates a root for each mesh, in the order of their first units, which all ranks share.
+ * `members` and `flags` have space for all units. */
+static fsdpc_status create_roots(fsdpc_model *model, const bool *encloses, fsdpc_unit **members,
+                                 bool *flags)
+{
+    fsdpc_root **end = &model->first;
+    for (int i = 0; i < model->n_units; i++) {
+        if (model->units[i]->root)
+            continue;
+        int n = 0;
+        for (int k = i; k < model->n_units; k++) {
+            if (!has_mesh(model->units[k], &model->units[i]->mesh))
+                continue;
+            members[n] = model->units[k];
+            flags[n++] = k == 0 || encloses[k];
+        }
+        FSDPC_TRY(create_root(model, members, flags, n, end));
+        end = &(*end)->next;
+    }
+    return FSDPC_OK;
+}
+
+static void destroy_model(fsdpc_model *model)
+{
+    while (model->first) {
+        fsdpc_root *next = model->first->next;
+        destroy_root(model->first);
+        model->first = next;
+    }
+    for (int i = 0; i < model->n_units; i++)
+        model->units[i]->id = -1;
+    free(model->exec_order.entries);
+    free(model->acts.items);
+    free(model->last_acts.items);
+    free(model->units);
+    free(model);
+}
+
+fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
+                               fsdpc_root **out)
+{
+    for (int i = 0; i < n_units; i++) {
+        if (units[i]->root)
+            return fsdpc_fail(
+                FSDPC_ERR_STATE,
+                "unit '%s' already belongs to the root '%s': run the outermost module "
+                "first, so that all units are found together",
+                units[i]->name, units[i]->root->model->units[0]->name);
+    }
+    size_t n = (size_t)n_units;
+    fsdpc_model *model = calloc(1, sizeof *model);
+    fsdpc_unit **all = calloc(n, sizeof(fsdpc_unit *)), **members = calloc(n, sizeof *members);
+    bool *flags = calloc(n, sizeof *flags);
+    if (!model || !all || !members || !flags) {
+        free(model);
+        free(all);
+        free(members);
+        free(flags);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a model of %d units", n_units);
+    }
+    *model = (fsdpc_model){.units = all,
+                           .n_units = n_units,
+                           .is_last_backward = true,
+                           .prefetch = units[0]->settings.prefetch};
+    for (int i = 0; i < n_units; i++) {
+        all[i] = units[i];
+        all[i]->id = i;
+    }
+    fsdpc_status status = create_roots(model, encloses, members, flags);
+    free(members);
+    free(flags);
+    if (status == FSDPC_OK)
+        *out = model->first;
+    else
+        destroy_model(model);
     return status;
 }
 
@@ -140,7 +213,6 @@ static void disown_unit(fsdpc_unit *unit)
     unit->in_backward = false;
     unit->reduction = FSDPC_REDUCTION_NONE;
     unit->dirty = true;
-    unit->id = -1;
     unit->root = NULL;
     size_t offset = 0; /* back to offsets within the unit, as set by unit_create */
     if (unit->layout->n_groups > 0)
@@ -160,10 +232,8 @@ static void abandon_work(fsdpc_work *work)
                                "backward end, on every rank, before dropping a model");
 }
 
-void fsdpc_root_destroy(fsdpc_root *root)
+static void destroy_root(fsdpc_root *root)
 {
-    if (!root)
-        return;
     for (int i = 0; root->units && i < root->n_units && root->units[i]; i++) {
         for (int g = 0; g < root->units[i]->layout->n_groups; g++) {
             abandon_work(&root->units[i]->groups[g].gather);
@@ -184,54 +254,58 @@ void fsdpc_root_destroy(fsdpc_root *root)
     }
     fsdpc_param_buffer_destroy(root->param_buffer);
     free(root->slot_users);
-    free(root->exec_order.entries);
-    free(root->acts.items);
-    free(root->last_acts.items);
     free(root->reducing);
     free(root->equal);
     free(root->units);
     free(root);
 }
 
+void fsdpc_root_destroy(fsdpc_root *root)
+{
+    if (root)
+        destroy_model(root->model);
+}
+
 const fsdpc_unit *fsdpc_root_outermost(const fsdpc_root *root)
 {
-    return root->units[0];
+    return root->model->units[0];
 }
 
 bool fsdpc_root_in_backward(const fsdpc_root *root)
 {
-    return root->in_backward;
+    return root->model->in_backward;
 }
 
 int fsdpc_root_forward_depth(const fsdpc_root *root)
 {
-    return root->forward_depth;
+    return root->model->forward_depth;
 }
 
 int fsdpc_root_prefetch(const fsdpc_root *root)
 {
-    return root->prefetch;
+    return root->model->prefetch;
 }
 
 void fsdpc_root_set_prefetch(fsdpc_root *root, int distance)
 {
-    root->prefetch = distance;
+    root->model->prefetch = distance;
 }
 
 bool fsdpc_root_set_last_backward(fsdpc_root *root, bool last)
 {
-    bool before = root->is_last_backward;
-    root->is_last_backward = last;
+    bool before = root->model->is_last_backward;
+    root->model->is_last_backward = last;
     return before;
 }
 
 fsdpc_schedule fsdpc_root_schedule(const fsdpc_root *root)
 {
-    const fsdpc_acts *acts = root->acts.whole ? &root->acts : &root->last_acts;
-    if (!root->exec_order.complete)
+    const fsdpc_model *model = root->model;
+    const fsdpc_acts *acts = model->acts.whole ? &model->acts : &model->last_acts;
+    if (!model->exec_order.complete)
         return (fsdpc_schedule){.complete = false};
-    return (fsdpc_schedule){.uses = root->exec_order.entries,
-                            .n_uses = root->exec_order.length,
+    return (fsdpc_schedule){.uses = model->exec_order.entries,
+                            .n_uses = model->exec_order.length,
                             .acts = acts->items,
                             .n_acts = acts->length,
                             .complete = true};

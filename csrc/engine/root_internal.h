@@ -1,9 +1,11 @@
-/* The root's struct, shared by the files of csrc/engine and their C tests. */
+/* The structs of models and roots, shared by the files of csrc/engine and their C tests. */
 #ifndef FSDPC_ENGINE_ROOT_INTERNAL_H
 #define FSDPC_ENGINE_ROOT_INTERNAL_H
 
 #include "engine/root.h"
 #include "engine/unit_internal.h"
+
+typedef struct fsdpc_model fsdpc_model;
 
 /* The stage that the last epoch reached. Ctrl-C may interrupt the wait in any stage. The next epoch
  * then begins by completing the interrupted one as announced, because the peers rely on it. */
@@ -40,8 +42,36 @@ static inline void fsdpc_exec_order_clear(fsdpc_exec_order *exec_order)
     exec_order->complete = exec_order->following = exec_order->ended = false;
 }
 
+/* One model. Its units on the same mesh form a root; most models have one mesh, so one root. */
+struct fsdpc_model {
+    fsdpc_unit **units; /* of all roots, in module order: the outermost first */
+    int n_units;
+    fsdpc_root *first; /* in the order of their first units */
+    int holds;         /* hold() is in force */
+    int forward_depth; /* nested forwards of units of this model */
+    bool in_backward;
+    bool end_asked;        /* the frontend will end the running backward (call.c) */
+    uint64_t backwards;    /* number begun */
+    bool is_last_backward; /* the end of backward waits for the reductions */
+    int prefetch;          /* how many units ahead to gather */
+    fsdpc_exec_order exec_order;
+    fsdpc_acts acts, last_acts; /* the acts of this step, and of the last whole one */
+    bool notes_acts;            /* a step is running */
+};
+
+/* Returns where a call of the model is, or NULL between calls. */
+static inline const char *fsdpc_model_inside(const fsdpc_model *model)
+{
+    return model->holds           ? "hold()"
+           : model->in_backward   ? "backward"
+           : model->forward_depth ? "forward"
+                                  : NULL;
+}
+
 struct fsdpc_root {
-    fsdpc_unit **units;
+    fsdpc_model *model;
+    fsdpc_root *next;   /* the model's next root, on another mesh; NULL: none */
+    fsdpc_unit **units; /* in module order */
     int n_units;
     fsdpc_comm *comm;        /* the shard group */
     fsdpc_comm *replicate;   /* NULL without replicas */
@@ -73,37 +103,29 @@ struct fsdpc_root {
     uint64_t compared;   /* agree.h: bytes of masters before the next slice to compare with
                           * replicas */
     fsdpc_epoch_progress epoch_progress;
-    fsdpc_epoch_note note; /* this rank's last announcement */
-    bool *equal;           /* epoch.c, per unit: whether masters equal the parameter buffer */
-    int holds;             /* hold() is in force */
-    int forward_depth;     /* nested forwards of units of this root */
-    bool in_backward;
+    fsdpc_epoch_note note;   /* this rank's last announcement */
+    bool *equal;             /* epoch.c, per unit: whether masters equal the parameter buffer */
     bool needs_reset, drops; /* to announce: a call failed; it was a backward */
-    bool end_asked;          /* the frontend will end the running backward (call.c) */
     uint64_t step_streams, streams_step, step_forwards; /* deterministic: dropout streams of this
                                                          * step */
-    bool captured;         /* a step is being captured (step_graph.h) */
-    uint32_t captures;     /* number of captures begun */
-    bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short, */
-    bool warned_half;      /* that fp16 gradients are divided too early, */
-    bool warned_divided;   /* or other gradients, by a number of micro-steps that is not a power of
+    bool captured;       /* a step is being captured (step_graph.h) */
+    uint32_t captures;   /* number of captures begun */
+    bool warned_folded;  /* deterministic: that the tree of micro-steps was cut short, */
+    bool warned_half;    /* that fp16 gradients are divided too early, */
+    bool warned_divided; /* or other gradients, by a number of micro-steps that is not a power of
                             * two, */
-    bool warned_ranks;     /* that groups of ranks are not powers of two, */
-    bool warned_twice;     /* and that a backward reduces a unit twice */
-    uint64_t backwards;    /* number begun */
-    bool is_last_backward; /* the end of backward waits for the reductions */
-    int prefetch;          /* how many units ahead to gather */
-    fsdpc_exec_order exec_order;
-    fsdpc_acts acts, last_acts; /* the acts of this step, and of the last whole one */
-    bool notes_acts;            /* a step is running */
+    bool warned_ranks;   /* that groups of ranks are not powers of two, */
+    bool warned_twice;   /* and that a backward reduces a unit twice */
 };
 
-/* Makes all ranks of the mesh fail. */
+/* Makes all ranks of the model's meshes fail. */
 static inline void fsdpc_root_abort(const fsdpc_root *root, const char *text)
 {
-    fsdpc_comm_abort(root->comm, text);
-    if (root->replicate)
-        fsdpc_comm_abort(root->replicate, text);
+    for (root = root->model->first; root; root = root->next) {
+        fsdpc_comm_abort(root->comm, text);
+        if (root->replicate)
+            fsdpc_comm_abort(root->replicate, text);
+    }
 }
 
 #endif

@@ -29,6 +29,11 @@
  *
  * A forward inside backward is a recomputation (activation checkpointing): it begins no epoch and
  * does not reshard.
+ *
+ * Units of a model may be on different meshes (experts on some ranks, the rest on all). There is one
+ * execution order for all of them, and each of their collectives runs on its own mesh. Every rank
+ * makes the same calls, so the order of collectives is the same on all ranks of each mesh. Stages
+ * that wait (epochs, the end of backward) go through the meshes in the order of the roots.
  */
 #include "engine/sched.h"
 
@@ -76,9 +81,9 @@ static void begin_step(fsdpc_exec_order *exec_order)
 }
 
 /* Records that a unit is being used, by following the execution order or appending to it. */
-static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
+static fsdpc_status note_use(const fsdpc_unit *unit, bool backward)
 {
-    fsdpc_exec_order *exec_order = &root->exec_order;
+    fsdpc_exec_order *exec_order = &unit->root->model->exec_order;
     if (unit->settings.rank_dependent)
         return FSDPC_OK;
     fsdpc_exec_entry entry = {.unit = unit->id, .backward = backward};
@@ -105,9 +110,10 @@ static bool comes_too_early(const fsdpc_unit *unit)
 
 /* Gathers ahead the units that the user chose or, by default, those that come next in the execution
  * order. */
-static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
+static fsdpc_status gather_ahead(const fsdpc_unit *unit, bool backward)
 {
-    const fsdpc_exec_order *exec_order = &root->exec_order;
+    const fsdpc_model *model = unit->root->model;
+    const fsdpc_exec_order *exec_order = &model->exec_order;
     if (unit->settings.rank_dependent)
         return FSDPC_OK;
     if (unit->ahead[backward]) {
@@ -120,9 +126,9 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     }
     if (!exec_order->following)
         return FSDPC_OK;
-    size_t end = exec_order->position + (size_t)root->prefetch;
+    size_t end = exec_order->position + (size_t)model->prefetch;
     for (size_t i = exec_order->position; i < end && i < exec_order->length; i++) {
-        fsdpc_unit *next = root->units[exec_order->entries[i].unit];
+        fsdpc_unit *next = model->units[exec_order->entries[i].unit];
         if (!fsdpc_unsharded_has_room(next) || comes_too_early(next))
             break; /* no further than memory allows */
         FSDPC_TRY(fsdpc_gather_post(next, exec_order->entries[i].backward));
@@ -131,11 +137,11 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
 }
 
 /* On every rank, gathers the units that any rank may need; call when an epoch has begun. */
-static fsdpc_status gather_rank_dependent(fsdpc_root *root)
+static fsdpc_status gather_rank_dependent(fsdpc_unit *const *units, int n_units)
 {
-    for (int i = 0; i < root->n_units; i++) {
-        if (root->units[i]->settings.rank_dependent)
-            FSDPC_TRY(fsdpc_gather_wait(root->units[i], root->in_backward));
+    for (int i = 0; i < n_units; i++) {
+        if (units[i]->settings.rank_dependent)
+            FSDPC_TRY(fsdpc_gather_wait(units[i], units[i]->root->model->in_backward));
     }
     return FSDPC_OK;
 }
@@ -159,45 +165,70 @@ fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t genera
 fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
 {
     fsdpc_root *root = unit->root;
-    bool outermost = root->forward_depth == 0 && !root->in_backward;
-    if (outermost && root->holds && grad)
+    fsdpc_model *model = root->model;
+    bool outermost = model->forward_depth == 0 && !model->in_backward;
+    if (outermost && model->holds && grad)
         return fsdpc_fail(
             FSDPC_ERR_STATE,
             "a forward with gradients of '%s' inside hold(): run it under no_grad() or "
             "after hold()",
             unit->name);
-    fsdpc_comm_locate(root->comm, root->in_backward ? "backward" : "forward", unit->name);
-    if (outermost && !root->holds) {
-        FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_FORWARD, unit, grad ? FSDPC_EPOCH_GRAD : 0));
+    fsdpc_comm_locate(root->comm, model->in_backward ? "backward" : "forward", unit->name);
+    if (outermost && !model->holds) {
+        FSDPC_TRY(fsdpc_model_epoch(model, FSDPC_EPOCH_FORWARD, unit, grad ? FSDPC_EPOCH_GRAD : 0));
         if (grad) {
-            begin_step(&root->exec_order);
-            fsdpc_root_begin_acts(root);
+            begin_step(&model->exec_order);
+            fsdpc_model_begin_acts(model);
         }
-        FSDPC_TRY(gather_rank_dependent(root));
+        FSDPC_TRY(gather_rank_dependent(model->units, model->n_units));
     }
-    bool recording = grad && !root->in_backward;
+    bool recording = grad && !model->in_backward;
     if (recording)
-        FSDPC_TRY(note_use(root, unit, false));
-    FSDPC_TRY(fsdpc_gather_wait(unit, root->in_backward));
+        FSDPC_TRY(note_use(unit, false));
+    FSDPC_TRY(fsdpc_gather_wait(unit, model->in_backward));
     if (recording || unit->ahead[0])
-        FSDPC_TRY(gather_ahead(root, unit, false));
-    root->forward_depth++;
+        FSDPC_TRY(gather_ahead(unit, false));
+    model->forward_depth++;
     unit->running++;
-    fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD, 0, root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD, 0, model->in_backward);
     return FSDPC_OK;
+}
+
+/* Tells the peers of all meshes what this rank does. */
+static void locate(const fsdpc_model *model, const char *where, const char *unit)
+{
+    for (const fsdpc_root *root = model->first; root; root = root->next)
+        fsdpc_comm_locate(root->comm, where, unit);
 }
 
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit)
 {
-    fsdpc_root *root = unit->root;
-    root->forward_depth--;
+    fsdpc_model *model = unit->root->model;
+    model->forward_depth--;
     unit->running -= unit->running > 0;
-    fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD_END, 0, root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD_END, 0, model->in_backward);
     bool inner = unit->running > 0; /* a method of the unit called its forward */
-    if (!inner && !root->in_backward && fsdpc_unit_reshards(unit))
+    if (!inner && !model->in_backward && fsdpc_unit_reshards(unit))
         fsdpc_unsharded_drop(unit);
-    if (root->forward_depth == 0 && !root->in_backward)
-        fsdpc_comm_locate(root->comm, "user code", "");
+    if (model->forward_depth == 0 && !model->in_backward)
+        locate(model, "user code", "");
+    return FSDPC_OK;
+}
+
+/* Lets posted reductions of all roots advance. */
+static fsdpc_status progress(const fsdpc_model *model)
+{
+    for (fsdpc_root *root = model->first; root; root = root->next)
+        FSDPC_TRY(fsdpc_reduce_progress(root));
+    return FSDPC_OK;
+}
+
+static fsdpc_status begin_backward(fsdpc_model *model)
+{
+    for (fsdpc_root *root = model->first; root && !model->in_backward; root = root->next)
+        FSDPC_TRY(fsdpc_trainable_agree(root));
+    model->backwards += !model->in_backward;
+    model->in_backward = model->notes_acts = true;
     return FSDPC_OK;
 }
 
@@ -210,18 +241,15 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
                           "the backward of unit '%s' after a forward was interrupted while weights "
                           "were being copied in: run forward again",
                           unit->name);
-    if (!root->in_backward)
-        FSDPC_TRY(fsdpc_trainable_agree(root));
-    root->backwards += !root->in_backward;
-    root->in_backward = root->notes_acts = true;
+    FSDPC_TRY(begin_backward(root->model));
     if (unit->in_backward)
         return FSDPC_OK;
     unit->in_backward = true;
     fsdpc_comm_locate(root->comm, "backward", unit->name);
-    FSDPC_TRY(fsdpc_reduce_progress(root));
-    FSDPC_TRY(note_use(root, unit, true));
+    FSDPC_TRY(progress(root->model));
+    FSDPC_TRY(note_use(unit, true));
     FSDPC_TRY(fsdpc_gather_wait(unit, true));
-    FSDPC_TRY(gather_ahead(root, unit, true));
+    FSDPC_TRY(gather_ahead(unit, true));
     fsdpc_root_trace(unit, FSDPC_TRACE_BACKWARD, 0, true);
     return FSDPC_OK;
 }
@@ -239,18 +267,18 @@ static bool reduces_now(const fsdpc_unit *unit)
 
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
 {
-    fsdpc_root *root = unit->root;
+    const fsdpc_model *model = unit->root->model;
     if (!unit->in_backward)
         return FSDPC_OK;
     unit->in_backward = false;
     fsdpc_root_trace(unit, FSDPC_TRACE_BACKWARD_END, 0, true);
     if (unit->settings.rank_dependent)
-        return fsdpc_reduce_progress(root);
+        return progress(model);
     if (reduces_now(unit))
         FSDPC_TRY(fsdpc_reduce_post(unit));
     if (unit->settings.reshard_after_backward)
         fsdpc_unsharded_drop(unit);
-    return fsdpc_reduce_progress(root);
+    return progress(model);
 }
 
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
@@ -258,7 +286,7 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
 {
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
-    if (!unit->root || !unit->root->in_backward)
+    if (!unit->root || !unit->root->model->in_backward)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "a gradient of parameter '%s' outside the backward of unit '%s'",
                           place->name, unit->name);
@@ -301,10 +329,10 @@ fsdpc_status fsdpc_grad_wait(fsdpc_unit *unit)
     return fsdpc_reduce_wait(unit);
 }
 
-/* Call after recording a whole step: checks that all ranks recorded the same order. */
-static fsdpc_status complete_record(fsdpc_root *root)
+/* Call after recording a whole step: checks that all ranks of a mesh recorded the same order. */
+static fsdpc_status compare_record(const fsdpc_root *root)
 {
-    const fsdpc_exec_order *exec_order = &root->exec_order;
+    const fsdpc_exec_order *exec_order = &root->model->exec_order;
     uint32_t crc = 0;
     for (size_t i = 0; i < exec_order->length; i++) {
         int32_t entry[2] = {exec_order->entries[i].unit, exec_order->entries[i].backward};
@@ -326,9 +354,8 @@ static fsdpc_status complete_record(fsdpc_root *root)
         return fsdpc_fail(FSDPC_ERR_MISMATCH,
                           "ranks ran the units of '%s' in different orders: this one recorded %zu "
                           "uses, others %lld to %lld; every rank must take the same branches",
-                          root->units[0]->name, exec_order->length, (long long)-marks[2],
+                          root->model->units[0]->name, exec_order->length, (long long)-marks[2],
                           (long long)marks[0]);
-    root->exec_order.complete = true;
     return FSDPC_OK;
 }
 
@@ -343,11 +370,30 @@ static void reveal(fsdpc_unit *unit)
     unit->grad_live |= unit->micro.n > 0 && unit->reduction == FSDPC_REDUCTION_NONE;
 }
 
+static fsdpc_status complete_record(fsdpc_model *model)
+{
+    if (model->exec_order.following || model->exec_order.length == 0)
+        return FSDPC_OK;
+    for (const fsdpc_root *root = model->first; root; root = root->next)
+        FSDPC_TRY(compare_record(root));
+    model->exec_order.complete = true;
+    return FSDPC_OK;
+}
+
+/* Agrees on a root's gradients and waits for its reductions. */
+static fsdpc_status end_root(fsdpc_root *root)
+{
+    FSDPC_TRY(fsdpc_reduce_post_rest(root));
+    FSDPC_TRY(fsdpc_backward_agree(root));
+    return root->model->is_last_backward ? fsdpc_reduce_wait_all(root) : FSDPC_OK;
+}
+
 fsdpc_status fsdpc_backward_end(fsdpc_root *root)
 {
-    fsdpc_comm_locate(root->comm, "end of backward", root->units[0]->name);
-    for (int i = root->n_units - 1; i >= 0; i--) {
-        fsdpc_unit *unit = root->units[i];
+    fsdpc_model *model = root->model;
+    locate(model, "end of backward", model->units[0]->name);
+    for (int i = model->n_units - 1; i >= 0; i--) {
+        fsdpc_unit *unit = model->units[i];
         FSDPC_TRY(fsdpc_post_backward(unit));
         if (!reduces_now(unit))
             continue;
@@ -356,40 +402,55 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         FSDPC_TRY(fsdpc_reduce_post(unit));     /* including gradients that came after the unit's
                                                  * backward ended */
     }
-    FSDPC_TRY(fsdpc_reduce_post_rest(root));
-    FSDPC_TRY(fsdpc_backward_agree(root));
-    if (root->is_last_backward)
-        FSDPC_TRY(fsdpc_reduce_wait_all(root));
-    for (int i = 0; i < root->n_units; i++) {
-        reveal(root->units[i]);
-        root->units[i]->keeps = root->units[i]->buffer != NULL;
-        root->units[i]->fresh = false;
+    for (root = model->first; root; root = root->next)
+        FSDPC_TRY(end_root(root));
+    for (int i = 0; i < model->n_units; i++) {
+        reveal(model->units[i]);
+        model->units[i]->keeps = model->units[i]->buffer != NULL;
+        model->units[i]->fresh = false;
     }
-    root->in_backward = false;
-    root->exec_order.ended = true;
-    fsdpc_root_end_acts(root);
-    fsdpc_status status = FSDPC_OK;
-    if (!root->exec_order.following && root->exec_order.length > 0)
-        status = complete_record(root);
-    fsdpc_comm_locate(root->comm, "user code", "");
+    model->in_backward = false;
+    model->exec_order.ended = true;
+    fsdpc_model_end_acts(model);
+    fsdpc_status status = complete_record(model);
+    locate(model, "user code", "");
     return status;
+}
+
+fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n)
+{
+    fsdpc_unit **ahead = NULL;
+    if (units && !(ahead = malloc(((size_t)n + 1) * sizeof *ahead)))
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a list of %d units", n);
+    for (int i = 0; ahead && i < n; i++) {
+        ahead[i] = units[i];
+        if (units[i]->root && unit->root && units[i]->root->model == unit->root->model)
+            continue;
+        free(ahead);
+        return fsdpc_fail(FSDPC_ERR_VALUE, "units '%s' and '%s' are not of one model",
+                          units[i]->name, unit->name);
+    }
+    free(unit->ahead[backward]);
+    unit->ahead[backward] = ahead;
+    unit->n_ahead[backward] = units ? n : 0;
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    if (root->forward_depth == 0 && !root->in_backward && !root->holds) {
+    if (!fsdpc_model_inside(root->model)) {
         FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_UNSHARD, unit, 0));
-        FSDPC_TRY(gather_rank_dependent(root));
+        FSDPC_TRY(gather_rank_dependent(root->units, root->n_units));
     }
-    FSDPC_TRY(fsdpc_gather_post(unit, root->in_backward));
+    FSDPC_TRY(fsdpc_gather_post(unit, root->model->in_backward));
     unit->held++;
     return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit)
 {
-    return unit->held ? fsdpc_gather_wait(unit, unit->root->in_backward) : FSDPC_OK;
+    return unit->held ? fsdpc_gather_wait(unit, unit->root->model->in_backward) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
@@ -413,60 +474,65 @@ static void drop_backward(fsdpc_root *root)
     }
 }
 
+static void reset_root(fsdpc_root *root)
+{
+    bool in_backward = root->model->in_backward;
+    if (in_backward)
+        drop_backward(root);
+    root->drops |= in_backward;
+    root->needs_reset = true;
+}
+
 void fsdpc_root_reset(fsdpc_root *root)
 {
-    if (root->in_backward)
-        drop_backward(root);
-    root->drops |= root->in_backward;
-    root->forward_depth = 0;
-    root->in_backward = root->notes_acts = false;
-    root->needs_reset = true;
-    fsdpc_exec_order_clear(&root->exec_order);
-    for (int i = 0; i < root->n_units; i++) {
-        fsdpc_unit *unit = root->units[i];
+    fsdpc_model *model = root->model;
+    for (root = model->first; root; root = root->next)
+        reset_root(root);
+    model->forward_depth = 0;
+    model->in_backward = model->notes_acts = false;
+    fsdpc_exec_order_clear(&model->exec_order);
+    for (int i = 0; i < model->n_units; i++) {
+        fsdpc_unit *unit = model->units[i];
         unit->in_backward = unit->stays = false;
         unit->running = 0;
         fsdpc_unsharded_drop(unit);
     }
 }
 
-static const char *where_of(const fsdpc_root *root)
-{
-    return root->in_backward ? "backward" : root->forward_depth ? "forward" : NULL;
-}
-
 /* Holds all units, or none. */
-static fsdpc_status hold_all(fsdpc_root *root)
+static fsdpc_status hold_all(fsdpc_model *model)
 {
     fsdpc_status status = FSDPC_OK;
     int n = 0;
-    for (; status == FSDPC_OK && n < root->n_units; n++) {
-        status = fsdpc_gather_wait(root->units[n], false);
-        root->units[n]->held += status == FSDPC_OK;
+    for (; status == FSDPC_OK && n < model->n_units; n++) {
+        status = fsdpc_gather_wait(model->units[n], false);
+        model->units[n]->held += status == FSDPC_OK;
     }
     for (int i = 0; status != FSDPC_OK && i < n - 1; i++)
-        (void)fsdpc_reshard(root->units[i]);
+        (void)fsdpc_reshard(model->units[i]);
     return status;
 }
 
 fsdpc_status fsdpc_hold_begin(fsdpc_root *root)
 {
-    if (where_of(root))
+    fsdpc_model *model = root->model;
+    if (model->in_backward || model->forward_depth > 0)
         return fsdpc_fail(FSDPC_ERR_STATE, "hold() inside the %s of '%s': call it around the whole",
-                          where_of(root), root->units[0]->name);
-    if (root->holds == 0) {
-        FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_HOLD, root->units[0], 0));
-        FSDPC_TRY(hold_all(root));
+                          model->in_backward ? "backward" : "forward", model->units[0]->name);
+    if (model->holds == 0) {
+        FSDPC_TRY(fsdpc_model_epoch(model, FSDPC_EPOCH_HOLD, model->units[0], 0));
+        FSDPC_TRY(hold_all(model));
     }
-    root->holds++;
+    model->holds++;
     return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_hold_end(fsdpc_root *root)
 {
-    if (root->holds == 0 || --root->holds > 0)
+    fsdpc_model *model = root->model;
+    if (model->holds == 0 || --model->holds > 0)
         return FSDPC_OK;
-    for (int i = 0; i < root->n_units; i++)
-        FSDPC_TRY(fsdpc_reshard(root->units[i]));
-    return fsdpc_root_epoch(root, FSDPC_EPOCH_HOLD_END, root->units[0], 0);
+    for (int i = 0; i < model->n_units; i++)
+        FSDPC_TRY(fsdpc_reshard(model->units[i]));
+    return fsdpc_model_epoch(model, FSDPC_EPOCH_HOLD_END, model->units[0], 0);
 }

@@ -54,6 +54,9 @@ uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation);
 
 /* User control of units. */
+/* Sets which units to gather ahead when this unit runs, in forward or in backward. `units` have
+ * the same model; NULL: follow the execution order. */
+fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 /* Gathers the unit and holds it until fsdpc_reshard; fsdpc_unshard_wait makes it FULL. */
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit);
 fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit);

@@ -77,15 +77,12 @@ static unit_mark mark_of(const fsdpc_unit *unit)
 static fsdpc_status check_root(const fsdpc_root *root)
 {
     const char *name = root->units[0]->name;
-    const char *inside = root->holds           ? "hold()"
-                         : root->in_backward   ? "backward"
-                         : root->forward_depth ? "forward"
-                                               : NULL;
+    const char *inside = fsdpc_model_inside(root->model);
     if (inside)
         return fsdpc_fail(FSDPC_ERR_STATE, "a graph of a step inside %s of '%s': call it outside",
                           inside, name);
     if (root->epoch_progress != FSDPC_EPOCH_AT_IDLE || root->needs_reset || root->n_reducing > 0 ||
-        !root->exec_order.complete)
+        !root->model->exec_order.complete)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the last step of '%s' was not a whole one, recorded from its forward to "
                           "its optimizer's step: run a step or two without a graph first",
@@ -157,6 +154,13 @@ static fsdpc_status check_all(const fsdpc_step_graph *step, const char *now)
 
 static fsdpc_status check_can_begin(const fsdpc_root *root)
 {
+    const fsdpc_root *first = root->model->first;
+    if (first->next)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "a graph of a step of '%s', whose units '%s' and '%s' are on different "
+                          "meshes: graphs take models on one mesh",
+                          root->model->units[0]->name, first->units[0]->name,
+                          first->next->units[0]->name);
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->settings.deterministic)
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,

@@ -392,25 +392,6 @@ int fsdpc_unit_trained_groups(const fsdpc_unit *unit)
     return unit->n_trained;
 }
 
-fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n)
-{
-    fsdpc_unit **ahead = NULL;
-    if (units && !(ahead = malloc(((size_t)n + 1) * sizeof *ahead)))
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a list of %d units", n);
-    for (int i = 0; ahead && i < n; i++) {
-        ahead[i] = units[i];
-        if (units[i]->root && units[i]->root == unit->root)
-            continue;
-        free(ahead);
-        return fsdpc_fail(FSDPC_ERR_VALUE, "units '%s' and '%s' are not of one model",
-                          units[i]->name, unit->name);
-    }
-    free(unit->ahead[backward]);
-    unit->ahead[backward] = ahead;
-    unit->n_ahead[backward] = units ? n : 0;
-    return FSDPC_OK;
-}
-
 /* ---- memory ---- */
 
 fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group)

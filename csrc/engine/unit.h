@@ -94,9 +94,6 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
 fsdpc_status fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
 /* Returns the number of flat groups with gradients; these groups come first. */
 int fsdpc_unit_trained_groups(const fsdpc_unit *unit);
-/* Sets which units to gather ahead when this unit runs, in forward or in backward. `units` have
- * the same root; NULL: follow the execution order. */
-fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 
 /* ---- Memory ---- */
 

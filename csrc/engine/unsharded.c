@@ -110,7 +110,7 @@ void fsdpc_unsharded_drop(fsdpc_unit *unit)
         return;
     bool read = unit->state == FSDPC_UNIT_UNSHARDED;
     unit->state = FSDPC_UNIT_SHARDED;
-    fsdpc_root_trace(unit, FSDPC_TRACE_RESHARD, 0, unit->root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_RESHARD, 0, unit->root->model->in_backward);
     if (unit->root->unsharded->hide)
         unit->root->unsharded->hide(unit);
     if (read)

@@ -47,9 +47,9 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granul
         for (int i = 0; i < root->n_units; i++) {
             const fsdpc_unit *unit = root->units[i];
             wants[i].bytes = unit->param_buffer_bytes;
-            wants[i].unshared = fsdpc_unit_owns_unsharded(&unit->settings, i == 0 || encloses[i]);
+            wants[i].unshared = fsdpc_unit_owns_unsharded(&unit->settings, encloses[i]);
         }
-        n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule);
+        n_slots = fsdpc_slots_assign(wants, root->n_units, root->model->prefetch + 1, granule);
         root->slot_users = calloc((size_t)n_slots + 1, sizeof(fsdpc_unit *));
         for (int i = 0; i < root->n_units; i++)
             root->units[i]->slot = wants[i].slot;
@@ -61,7 +61,7 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granul
 
 static const fsdpc_window *sharer(const fsdpc_unit *unit)
 {
-    for (int i = 0; i < unit->id && unit->slot >= 0; i++)
+    for (int i = 0; unit->root->units[i] != unit && unit->slot >= 0; i++)
         if (unit->root->units[i]->slot == unit->slot)
             return unit->root->units[i]->window;
     return NULL;

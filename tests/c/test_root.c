@@ -231,7 +231,7 @@ static fsdpc_status reset_of_one(rig *r)
     FSDPC_TRY(rig_step(r)); /* accumulated locally */
     const bool *in_backward = r->arg;
     if (r->rank == 0) {
-        r->root->in_backward = *in_backward;
+        r->root->model->in_backward = *in_backward;
         fsdpc_root_reset(r->root);
     }
     for (int u = 0; u < 5; u++)
@@ -248,7 +248,7 @@ static fsdpc_status reset_of_one(rig *r)
         r->result[0] += local.numel > 0 && *(float *)grad != expect / (float)r->world;
     }
     FSDPC_TRY(rig_step(r));
-    r->result[1] = r->root->exec_order.following;
+    r->result[1] = r->root->model->exec_order.following;
     return FSDPC_OK;
 }
 

@@ -86,7 +86,7 @@ static void test_prefetch(void)
     for (int step = 0; step < 2; step++) {
         fsdpc_trace_reset(r.trace);
         CHECK_OK(rig_step(&r));
-        CHECK(r.root->exec_order.following && r.root->exec_order.complete);
+        CHECK(r.root->model->exec_order.following && r.root->model->exec_order.complete);
         for (int u = 1; u < 4; u++) {
             int ahead = rig_find(&r, FSDPC_TRACE_GATHER, u + 1, 0);
             CHECK(ahead >= 0 && ahead < rig_find(&r, FSDPC_TRACE_FORWARD, u, 0));
@@ -100,13 +100,13 @@ static void test_prefetch(void)
         }
     }
     /* distance 2 and 0 */
-    r.root->prefetch = 2;
+    r.root->model->prefetch = 2;
     fsdpc_trace_reset(r.trace);
     CHECK_OK(rig_step(&r));
     CHECK(rig_find(&r, FSDPC_TRACE_GATHER, 3, 0) < rig_find(&r, FSDPC_TRACE_FORWARD, 1, 0));
     CHECK(rig_find(&r, FSDPC_TRACE_GATHER, 2, 1) < rig_find(&r, FSDPC_TRACE_BACKWARD, 4, 1));
     CHECK(rig_count(&r, FSDPC_TRACE_GATHER, -1, -1) == 9);
-    r.root->prefetch = 0;
+    r.root->model->prefetch = 0;
     fsdpc_trace_reset(r.trace);
     CHECK_OK(rig_step(&r));
     CHECK(rig_find(&r, FSDPC_TRACE_GATHER, 3, 0) > rig_find(&r, FSDPC_TRACE_FORWARD_END, 2, 0));
@@ -150,10 +150,10 @@ static void test_departing(void)
         fsdpc_trace_reset(r.trace);
         CHECK_OK(step_of(&r, steps[s].order, steps[s].n));
         bool same = s > 0 && steps[s].order == steps[s - 1].order;
-        CHECK_NOTE(r.root->exec_order.following == same, "step %zu", s);
-        CHECK(r.root->exec_order.complete);
-        CHECK_NOTE(r.root->exec_order.length == 2 * (size_t)steps[s].n + 2, "step %zu: %zu", s,
-                   r.root->exec_order.length);
+        CHECK_NOTE(r.root->model->exec_order.following == same, "step %zu", s);
+        CHECK(r.root->model->exec_order.complete);
+        CHECK_NOTE(r.root->model->exec_order.length == 2 * (size_t)steps[s].n + 2, "step %zu: %zu",
+                   s, r.root->model->exec_order.length);
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, -1, -1) == steps[s].n + 1);
         if (same) { /* nothing was gathered in vain */
             CHECK(rig_count(&r, FSDPC_TRACE_GATHER, -1, 0) == steps[s].n + 1);
@@ -180,8 +180,8 @@ static void test_rank_dependent(void)
         int n = orders[s][1] == 2 ? 2 : 1;
         fsdpc_trace_reset(r.trace);
         CHECK_OK(step_of(&r, orders[s], n));
-        CHECK_NOTE(r.root->exec_order.following == (s > 0), "step %zu", s);
-        CHECK(r.root->exec_order.length == 4); /* unit 2 is not in it */
+        CHECK_NOTE(r.root->model->exec_order.following == (s > 0), "step %zu", s);
+        CHECK(r.root->model->exec_order.length == 4); /* unit 2 is not in it */
         CHECK(rig_count(&r, FSDPC_TRACE_FORWARD, 2, 0) == n - 1);
         CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 2, 0) == 1);
         CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 2, 1) == 0);
@@ -211,7 +211,7 @@ static void test_shortening(void)
     }
     CHECK_OK(rig_step(&r));
     CHECK_OK(rig_step(&r));
-    CHECK(r.root->exec_order.following && r.root->exec_order.length == 6);
+    CHECK(r.root->model->exec_order.following && r.root->model->exec_order.length == 6);
     rig_close(&r);
 }
 
@@ -238,12 +238,12 @@ static void test_unit_twice(void)
             CHECK_NOTE(*(float *)grad == expect, "%g %g", *(float *)grad, expect);
         }
     }
-    CHECK(r.root->exec_order.following);
+    CHECK(r.root->model->exec_order.following);
     /* twice in a row, both FULL at once, one backward each */
     const int in_a_row[] = {2, 1, 1};
     CHECK_OK(step_of(&r, in_a_row, 3));
     CHECK_OK(step_of(&r, in_a_row, 3));
-    CHECK(r.root->exec_order.following);
+    CHECK(r.root->model->exec_order.following);
     rig_close(&r);
 }
 
@@ -270,7 +270,7 @@ static void test_orders(void)
             CHECK_OK(fsdpc_unit_grad(r.units[u], 1, false, &local, &grad));
             CHECK(*(float *)grad == 2 * rig_gradient(0, 0, u, 1, local.first));
         }
-        CHECK(r.root->exec_order.following == (step > 0));
+        CHECK(r.root->model->exec_order.following == (step > 0));
     }
     CHECK_OK(rig_forward(&r, true));
     CHECK_OK(rig_forward(&r, true));
@@ -280,7 +280,7 @@ static void test_orders(void)
     CHECK_OK(rig_backward(&r));
     CHECK_OK(rig_step(&r));
     CHECK_OK(rig_step(&r));
-    CHECK(r.root->exec_order.following);
+    CHECK(r.root->model->exec_order.following);
     rig_close(&r);
 }
 
@@ -305,7 +305,7 @@ static void test_recompute(void)
         CHECK(rig_count(&r, FSDPC_TRACE_GATHER, -1, 1) == 2);
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, -1, -1) == 3);
     }
-    CHECK(r.root->exec_order.following);
+    CHECK(r.root->model->exec_order.following);
     rig_close(&r);
 }
 
@@ -327,7 +327,7 @@ static void test_reset(void)
     for (int u = 0; u < 4; u++)
         CHECK(r.units[u]->state == FSDPC_UNIT_SHARDED);
     CHECK_OK(rig_step(&r));
-    CHECK(!r.root->needs_reset && r.root->forward_depth == 0);
+    CHECK(!r.root->needs_reset && r.root->model->forward_depth == 0);
     /* in backward, with gradients half filled and one reduction posted */
     CHECK_OK(rig_forward(&r, true));
     CHECK_OK(fsdpc_pre_backward(r.units[0], r.seen));
@@ -337,7 +337,7 @@ static void test_reset(void)
     CHECK_OK(rig_give(&r, 0, 0));
     CHECK(r.units[2]->buffer && r.units[0]->buffer);
     fsdpc_root_reset(r.root);
-    CHECK(!r.units[2]->buffer && !r.units[0]->buffer && !r.root->in_backward);
+    CHECK(!r.units[2]->buffer && !r.units[0]->buffer && !r.root->model->in_backward);
     for (int u = 0; u < 4; u++)
         fsdpc_unit_zero_grad(r.units[u]);
     r.step = 7;
@@ -349,7 +349,7 @@ static void test_reset(void)
         CHECK(grad && *(float *)grad == rig_gradient(0, 7, u, 0, local.first));
     }
     CHECK_OK(rig_step(&r));
-    CHECK(r.root->exec_order.following);
+    CHECK(r.root->model->exec_order.following);
     rig_close(&r);
 }
 
@@ -368,7 +368,7 @@ static void test_generation(void)
     CHECK_OK(rig_forward(&r, true));
     CHECK(r.root->generation == old + 1);
     CHECK_FAILS(fsdpc_pre_backward(r.units[0], old), FSDPC_ERR_STATE, "changed between forward");
-    CHECK(!r.root->in_backward);
+    CHECK(!r.root->model->in_backward);
     CHECK_OK(rig_backward(&r));
     /* an optimizer's step is a change, too */
     fsdpc_optim *optim;
@@ -410,12 +410,12 @@ static void test_management(void)
     CHECK_OK(fsdpc_reshard(r.units[1]));
     CHECK(r.units[1]->state == FSDPC_UNIT_SHARDED);
     CHECK_OK(rig_step(&r));
-    r.root->holds = 1;
+    r.root->model->holds = 1;
     CHECK_FAILS(fsdpc_pre_forward(r.units[0], true), FSDPC_ERR_STATE, "hold()");
     fsdpc_trace_reset(r.trace);
     CHECK_OK(rig_forward(&r, false));
     CHECK(rig_count(&r, FSDPC_TRACE_EPOCH, -1, -1) == 0);
-    r.root->holds = 0;
+    r.root->model->holds = 0;
     CHECK_FAILS(rig_give(&r, 1, 0), FSDPC_ERR_STATE, "outside the backward");
     rig_close(&r);
 }

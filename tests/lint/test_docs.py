@@ -31,7 +31,7 @@ PLAIN = set("""
     gather gelu gemm glibc global gpu grad gradient grads graph guard handle header hook hooks host
     hyper id import imports index init integer internal interrupt isa join json kernel kernels
     key kind level linear load local location log loss lt magnitude main make map mask math matmul
-    mem memory mesh methods mma mode module moved mpi name names nccl nn node norm null number
+    mem memory mesh methods mma mode model module moved mpi name names nccl nn node norm null number
     numpy offload op open operand operator
     ops optim option order p2p pack pair pairs param parts peer philox
     pieces plan plugin pool portable post preference private product products properties py
