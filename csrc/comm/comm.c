@@ -50,7 +50,7 @@ void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_co
                          .device = config->device,
                          .trace = config->trace,
                          .rank = config->rank,
-                         .world_rank = config->rank,
+                         .world_rank = config->ranks ? config->ranks[config->rank] : config->rank,
                          .size = config->size,
                          .host_size = config->size,
                          .timeout_s = config->timeout_s > 0 ? config->timeout_s : 300,

@@ -355,7 +355,7 @@ fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int
         for (int p = made; p < size; p++)
             members[p] = p;
         fsdpc_shm_comm *self = NULL;
-        worlds[made]->first_rank = config.first_rank;
+        fsdpc_shm_world_set_names(worlds[made], &config);
         status = comm_new(&config, worlds[made], members, FIRST_GROUP, &self);
         if (status != FSDPC_OK)
             break;

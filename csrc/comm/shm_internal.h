@@ -98,7 +98,7 @@ typedef struct fsdpc_shm_comm {
 /* Returns the rank number to use in messages. */
 static inline int fsdpc_shm_name(const fsdpc_shm_comm *self, int rank)
 {
-    return self->world->first_rank + self->members[rank];
+    return self->world->names[self->members[rank]];
 }
 
 static inline fsdpc_shm_comm *fsdpc_shm_of(fsdpc_comm *comm)

@@ -112,7 +112,7 @@ static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
     }
     return fsdpc_fail(
         FSDPC_ERR_PEER, "rank %d (pid %d%s) %s%s while rank %d waits for %s%s%s%s",
-        self->world->first_rank + member, fsdpc_shm_world_pid(self->world, member), host,
+        self->world->names[member], fsdpc_shm_world_pid(self->world, member), host,
         left ? "left (it shut its communicator down)" : "died", left ? "" : ending,
         self->base.world_rank, left ? "it" : "others", where[0] ? "; it was last seen " : "", where,
         left ? "; do all ranks run the same number of steps?" : "; see that rank's own output");
@@ -133,12 +133,12 @@ fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes)
         fsdpc_shm_world_where(world, dead, text, sizeof text);
         fsdpc_shm_world_ending(world, dead, ending, sizeof ending);
         return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) died%s%s%s; see that rank's own output",
-                          world->first_rank + dead, fsdpc_shm_world_pid(world, dead), ending,
+                          world->names[dead], fsdpc_shm_world_pid(world, dead), ending,
                           text[0] ? "; it was last seen " : "", text);
     }
     for (int r = 0; r < world->size && !note[0]; r++)
         if (fsdpc_shm_world_stopped(world, r))
-            snprintf(note, bytes, "rank %d (pid %d) is stopped", world->first_rank + r,
+            snprintf(note, bytes, "rank %d (pid %d) is stopped", world->names[r],
                      fsdpc_shm_world_pid(world, r));
     return FSDPC_OK;
 }
@@ -196,18 +196,19 @@ static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 
 /* The death of any rank in the world counts, even a non-member's: the run cannot continue, and a
  * member that detected the death elsewhere may never get here. A departure counts only in the group
- * that the rank left. If a communicator above this one is waiting for other hosts, however, a rank
+ * that the rank left, and after deaths,
+ * because others may leave on account of them. If a communicator above this one is waiting for other hosts, however, a rank
  * that has done its part may leave. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
+    for (int w = 0; w < self->world->size; w++)
+        if (fsdpc_shm_world_dead(self->world, w))
+            return peer_is_gone(self, w, false);
     for (int p = 0; p < self->base.size; p++)
         if (p != self->base.rank &&
             atomic_load_explicit(&self->control->slots[p].left, memory_order_acquire) &&
             (!self->base.carry || fsdpc_shm_is_late(self, p)))
             return peer_is_gone(self, self->members[p], true);
-    for (int w = 0; w < self->world->size; w++)
-        if (fsdpc_shm_world_dead(self->world, w))
-            return peer_is_gone(self, w, false);
     return adopt_from_groups(self);
 }
 

@@ -79,7 +79,7 @@ static size_t life_bytes(int size)
 static fsdpc_status world_new(int rank, int size, bool threads, fsdpc_shm_world **out)
 {
     fsdpc_shm_world *world = calloc(1, sizeof *world);
-    int *descriptors = malloc(2 * (size_t)size * sizeof *descriptors);
+    int *descriptors = malloc(3 * (size_t)size * sizeof *descriptors);
     _Atomic bool *orphan = calloc((size_t)size, sizeof *orphan);
     if (!world || !descriptors || !orphan) {
         free(world);
@@ -96,6 +96,9 @@ static fsdpc_status world_new(int rank, int size, bool threads, fsdpc_shm_world 
     world->fork_count = fsdpc_fork_count();
     world->sockets = descriptors;
     world->pidfds = descriptors + size;
+    world->names = descriptors + 2 * size;
+    for (int i = 0; i < size; i++)
+        world->names[i] = i;
     world->orphan = orphan;
     *out = world;
     return FSDPC_OK;
@@ -191,6 +194,12 @@ static fsdpc_status share_life(fsdpc_shm_world *world, const fsdpc_comm_config *
     return status;
 }
 
+void fsdpc_shm_world_set_names(fsdpc_shm_world *world, const fsdpc_comm_config *config)
+{
+    for (int p = 0; p < world->size; p++)
+        world->names[p] = config->ranks ? config->ranks[p] : config->first_rank + p;
+}
+
 static int open_pidfd(int32_t pid)
 {
 #ifdef SYS_pidfd_open
@@ -210,7 +219,7 @@ fsdpc_status fsdpc_shm_world_create(const fsdpc_comm_config *config, fsdpc_shm_w
                           FSDPC_COLL_MAX_RANKS);
     fsdpc_shm_world *world = NULL;
     FSDPC_TRY(world_new(rank, size, false, &world));
-    world->first_rank = config->first_rank;
+    fsdpc_shm_world_set_names(world, config);
     int32_t pids[FSDPC_COLL_MAX_RANKS];
     fsdpc_status status;
     FSDPC_TRY_GOTO(status, fsdpc_rendezvous_meet(config, world->sockets, pids), release);

@@ -39,7 +39,7 @@ typedef struct fsdpc_shm_world {
     _Atomic int refs;
     bool threads;
     int rank, size;
-    int first_rank; /* the number that messages use for rank 0 */
+    int *names; /* the numbers that messages use for the ranks */
     uint32_t fork_count;
     pthread_t locker; /* the thread that has locked our `held` */
     fsdpc_shm_segment *life_segment;
@@ -55,6 +55,9 @@ fsdpc_status fsdpc_shm_world_create(const fsdpc_comm_config *config, fsdpc_shm_w
 fsdpc_status fsdpc_shm_world_create_threads(int size, fsdpc_shm_world **outs);
 fsdpc_shm_world *fsdpc_shm_world_retain(fsdpc_shm_world *world);
 void fsdpc_shm_world_release(fsdpc_shm_world *world);
+
+/* Sets the numbers that messages use for the ranks. */
+void fsdpc_shm_world_set_names(fsdpc_shm_world *world, const fsdpc_comm_config *config);
 
 /* Ends this rank's participation; after that, the end of its process does not count as a death. */
 void fsdpc_shm_world_leave(fsdpc_shm_world *world);

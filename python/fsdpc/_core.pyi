@@ -1893,7 +1893,7 @@ Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 class Comm:
     """A group of ranks that share ``secret``; ``transport`` carries bytes between hosts.
 
-    ``library`` is the preferred NCCL. Without an address, peers and transports are simulated.
+    Messages call its ranks by the numbers in ``ranks``. ``library`` is the preferred NCCL. Without an address, peers and transports are simulated.
     """
 
     def __init__(
@@ -1908,6 +1908,7 @@ class Comm:
         secret: str | None = None,
         hosts: int = 1,
         transport: Transport | None = None,
+        ranks: list[int] | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int:
@@ -2113,6 +2114,9 @@ class Unit:
     @property
     def mesh_shape(self) -> tuple[int, int]:
         """(number of replicas, ranks per shard group)."""
+    @property
+    def comms(self) -> list[Comm]:
+        """[shard group], or [shard group, replicas]."""
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> Any:

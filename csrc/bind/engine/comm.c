@@ -14,6 +14,7 @@
 #include "bind/engine.h"
 
 #include "base/size.h"
+#include "comm/coll_math.h"
 #include "comm/comm_hosts.h"
 #include "comm/rendezvous.h"
 #include "bind/engine/transport.h"
@@ -94,16 +95,30 @@ static fsdpc_transport *transport_of(PyTypeObject *type, PyObject *object, int s
                : NULL;
 }
 
+static int parse_ranks(PyObject *list, int size, int *out)
+{
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != size || size > FSDPC_COLL_MAX_RANKS) {
+        PyErr_Format(PyExc_ValueError, "ranks is a list of %d numbers, up to %d", size,
+                     FSDPC_COLL_MAX_RANKS);
+        return -1;
+    }
+    for (int i = 0; i < size; i++)
+        out[i] = (int)PyLong_AsLong(PyList_GET_ITEM(list, i));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     FSDPC_PY_KEYWORDS(names, "rank", "size", "address", "socket_fd", "news_fd", "local_rank",
-                      "library", "secret", "hosts", "transport");
+                      "library", "secret", "hosts", "transport", "ranks");
     int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0, hosts = 1;
     const char *address, *library = NULL, *secret = NULL;
-    PyObject *transport_object = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiz|iiizziO", names, &rank, &size, &address,
+    PyObject *transport_object = Py_None, *ranks_object = Py_None;
+    int ranks[FSDPC_COLL_MAX_RANKS];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiz|iiizziOO", names, &rank, &size, &address,
                                      &socket_fd, &news_fd, &local_rank, &library, &secret, &hosts,
-                                     &transport_object))
+                                     &transport_object, &ranks_object) ||
+        (ranks_object != Py_None && parse_ranks(ranks_object, size, ranks) < 0))
         return NULL;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
     if (state && !state->runtime.ready)
@@ -132,6 +147,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .secret = secret,
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
+                                .ranks = ranks_object == Py_None ? NULL : ranks,
                                 .spin = fsdpc_usable_cores() >= size / hosts,
                                 .lazy = runtime->played,
                                 .orders = runtime->orders};

@@ -143,6 +143,7 @@ def _meet(group: Any) -> _core.Comm:
         secret=secret,
         hosts=hosts,
         transport=carry(group) if hosts > 1 else None,
+        ranks=dist.get_process_group_ranks(group) if hosts == 1 else None,
     )
     ranks._met.append(comm)
     if hosts > 1:
