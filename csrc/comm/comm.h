@@ -357,9 +357,8 @@ typedef struct fsdpc_comm_config {
     void (*notice)(void *arg, const char *text);
     void *notice_arg;
     fsdpc_log log;       /* all zero: silent */
-    int first_rank;      /* shm: the number that messages use for its rank 0, if it is part of a
-                          * world */
-    const int *ranks;    /* shm: the number of each rank in messages; NULL: from first_rank on */
+    int first_rank;      /* shm: the number that messages use for its rank 0 */
+    const int *ranks;    /* shm: those of all its ranks; NULL: consecutive from first_rank on */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
     const char *secret;  /* shm: ranks prove that they know it; NULL: none */
     int socket_fd; /* shm: this rank's listening socket (rendezvous.h), to be taken over, or <= 0 */

@@ -97,8 +97,6 @@ static fsdpc_status world_new(int rank, int size, bool threads, fsdpc_shm_world 
     world->sockets = descriptors;
     world->pidfds = descriptors + size;
     world->names = descriptors + 2 * size;
-    for (int i = 0; i < size; i++)
-        world->names[i] = i;
     world->orphan = orphan;
     *out = world;
     return FSDPC_OK;

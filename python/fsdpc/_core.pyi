@@ -1893,7 +1893,8 @@ Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 class Comm:
     """A group of ranks that share ``secret``; ``transport`` carries bytes between hosts.
 
-    Messages call its ranks by the numbers in ``ranks``. ``library`` is the preferred NCCL. Without an address, peers and transports are simulated.
+    ``library`` is the preferred NCCL. Messages name its ranks by ``ranks``. Without an address,
+    peers and transports are simulated.
     """
 
     def __init__(

@@ -221,6 +221,12 @@ static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
     return Py_BuildValue("ii", mesh->replicate ? mesh->replicate->size : 1, mesh->shard->size);
 }
 
+static PyObject *get_comms(PyObject *object, void *Py_UNUSED(unused))
+{
+    PyObject *const *comms = ((fsdpc_py_unit *)object)->ref->comms;
+    return comms[1] ? Py_BuildValue("[OO]", comms[0], comms[1]) : Py_BuildValue("[O]", comms[0]);
+}
+
 static PyObject *get_state(PyObject *object, void *Py_UNUSED(unused))
 {
     static const char *const names[] = {"sharded", "gathering", "unsharded"};
@@ -284,6 +290,7 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FSDPC_PY_ATTRIBUTE(Unit, param_dtype, get_param_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, reduce_dtype, get_reduce_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, comms, get_comms, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, state, get_state, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };

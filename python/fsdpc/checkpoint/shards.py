@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from math import prod
 from typing import Any
 
 from fsdpc import _core, distributed
@@ -102,6 +103,12 @@ def shards_of(model: Any, write: bool) -> Held:
 def _(model: Module, write: bool) -> Held:
     first_names: dict[int, str] = {}
     sharded = {id(m._fsdpc_unit): m for m in model.modules() if hasattr(m, "_fsdpc_unit")}
+    for unit in (m._fsdpc_unit for m in sharded.values()):
+        if prod(unit.mesh_shape) != distributed.world_size():
+            raise NotImplementedError(
+                f"a checkpoint of '{unit.name}', which {prod(unit.mesh_shape)} of all ranks share: "
+                "files are of all ranks; save what full_tensor() gives the first rank of each group"
+            )
     held = Held([], {}, [(m._fsdpc_unit, m._fsdpc_strategy) for m in sharded.values()])
     for name, t in model._persistent():
         if not isinstance(t, Parameter):

@@ -205,7 +205,7 @@ def sharding_layout(
       weight (6, 4) float32: rank 0 rows 0 to 1, rank 1 rows 2 to 3, rank 2 rows 4 to 5
     """
     if mesh is None and rules.is_sharded(model):
-        mesh = model._fsdpc_unit.mesh_shape
+        mesh = rules.mesh_shape_of(model)
     replicate, shard = grid(mesh, strategy)
     known: dict[Any, tuple[list[list[Piece]], int, tuple[int, ...]]] = {}
     units = []

@@ -290,7 +290,7 @@ def memory_plan(
     (1024, 2048)
     """
     if mesh is None and isinstance(model, FSDPModule):
-        mesh = model._fsdpc_unit.mesh_shape
+        mesh = rules.mesh_shape_of(model)
     replicate, shard = grid(mesh, strategy)
     units = _sharded_units(model) if isinstance(model, FSDPModule) else []
     described = f"{len(units)} units, as sharded"

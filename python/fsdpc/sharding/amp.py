@@ -10,6 +10,7 @@ from fsdpc import _core, distributed
 from fsdpc._core import Tensor
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.sharding import overflow
+from fsdpc.sharding.clip import on_same_ranks
 
 FACTOR = 2.0  # factor by which a dynamic scale grows and shrinks
 
@@ -178,6 +179,8 @@ class LossScaler:
         unknown = [u for u in units if id(u) not in self._notes]
         if unknown:  # before unscaling: the check works on scaled gradients
             overflowed = not math.isfinite(_core.grad_norm(unknown, [], math.inf))
+            if not on_same_ranks(unknown):
+                overflowed = bool(distributed.all_reduce(int(overflowed), "max"))
             self._notes.update((id(u), overflowed) for u in unknown)
         self._unscale(params)
         found = any(self._notes[id(u)] for u in units)

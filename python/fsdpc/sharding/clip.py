@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fsdpc import _core
+from fsdpc import _core, distributed
 from fsdpc._core import Tensor
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.sharding import overflow
@@ -74,6 +74,12 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
     named = _named(module)
     units, plain = _gradients(named)
+    if not on_same_ranks(units):
+        raise NotImplementedError(
+            "a total norm of units on meshes of different ranks: call this for each mesh's "
+            "parameters with max_norm=inf, sum the powers of the norms over the ranks that have "
+            "other parameters, and clip each mesh's to max_norm * its norm / the root of all sums"
+        )
     p = float(norm_type)
     if not (error_if_nonfinite or overflow.is_watching(units)):
         return _core.clip_grads(units, plain, p, float(max_norm))
@@ -184,6 +190,13 @@ def _named(module: Module | Iterable[Parameter]) -> list[tuple[str, Parameter]]:
 def _is_plain(p: Parameter) -> bool:
     """Return whether a parameter is unsharded and has a gradient that counts towards the norm."""
     return p._unit is None and not getattr(p, "_ignored", False) and p.grad is not None
+
+
+def on_same_ranks(units: Sequence[Any]) -> bool:
+    """Return whether the ranks that share a unit share all of these units."""
+    if all(unit.comms == units[0].comms for unit in units):
+        return True
+    return all(math.prod(unit.mesh_shape) == distributed.world_size() for unit in units)
 
 
 def _gradients(named: list[tuple[str, Parameter]]) -> tuple[list[Any], list[Tensor]]:

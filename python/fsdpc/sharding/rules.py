@@ -268,6 +268,17 @@ def units_of(module: Any) -> list[_core.Unit]:
     return list(dict.fromkeys(m._fsdpc_unit for _, m in sharded_modules(module)))
 
 
+def mesh_shape_of(module: Any) -> tuple[int, int]:
+    """Return the shape of a sharded module's mesh; raise if its units are on several."""
+    shapes = {unit.mesh_shape for unit in units_of(module)}
+    if len(shapes) > 1:
+        raise NotImplementedError(
+            f"units on meshes of different shapes {sorted(shapes)}: one mesh is planned for; give "
+            "mesh=(replicas, shards)"
+        )
+    return next(iter(shapes))
+
+
 def enclosing(module: Any) -> dict[_core.Unit, bool]:
     """Return a module's units, outermost first, and whether each one encloses others."""
     found: dict[_core.Unit, bool] = {}

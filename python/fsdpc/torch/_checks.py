@@ -278,7 +278,7 @@ def dimension_of(
 
     Raises
     ------
-    ValueError, NotImplementedError
+    ValueError
         The function returns something else than None or ``Shard``.
     AssertionError
         The parameter has no such dimension, as in torch.
@@ -286,11 +286,6 @@ def dimension_of(
     asked = placement(p) if placement else None
     if asked is None:
         return 0
-    if hasattr(asked, "placement"):
-        raise NotImplementedError(
-            f"shard_placement_fn gives a mesh for '{name}': put parameters of another mesh into a "
-            "module of their own, and give fully_shard of that module the mesh"
-        )
     if type(asked) is not Shard:
         raise ValueError(
             f"shard_placement_fn gives {asked!r} for '{name}': it gives None or Shard(dim)"
@@ -301,6 +296,31 @@ def dimension_of(
             f"for '{name}' {tuple(p.shape)}"
         )
     return int(asked.dim % p.dim())
+
+
+def placement_on(
+    mesh: Any, placement: Callable[[nn.Parameter], Any] | None, modules: list[nn.Module]
+) -> Callable[[nn.Parameter], Any] | None:
+    """Return a ``shard_placement_fn`` that refuses results on a mesh other than the unit's."""
+    if placement is None:
+        return None
+
+    def asked(p: nn.Parameter) -> Any:
+        result = placement(p)
+        info = getattr(result, "mesh_info", None)
+        if info is None:
+            return result
+        world = info.mesh.ndim == 1 and info.mesh.size() == torch.distributed.get_world_size()
+        if info.mesh == mesh or (mesh is None and world):
+            return result.placement
+        name = next(n for m in modules for n, q in m.named_parameters() if q is p)
+        raise NotImplementedError(
+            f"shard_placement_fn asks for {info.mesh} for '{name}', and its module is sharded over "
+            f"{mesh or 'all ranks'}: a unit has one mesh. Put these parameters into a module with "
+            "a forward of its own, and first call fully_shard(that module, mesh=...)"
+        )
+
+    return asked
 
 
 def check_kind(name: str, p: nn.Parameter) -> None:

@@ -33,9 +33,12 @@ def check_drawn(states: list[UnitState]) -> None:
     RuntimeError
         The error names both parameters and both ranks, on every rank.
     """
-    comm = states[0].comms[0]
-    if comm.size == 1:
-        return
+    for comm in dict.fromkeys(s.comms[0] for s in states):
+        if comm.size > 1:
+            _check_over(comm, [s for s in states if s.comms[0] is comm])
+
+
+def _check_over(comm: _core.Comm, states: list[UnitState]) -> None:
     names = [f"'{s.unit.name}.{name}'" for s in states for name in s.names]
     marks = np.zeros(len(names), np.int64)
     at = 0

@@ -45,12 +45,12 @@ class Measured:
 
     def __init__(self) -> None:
         self.age: int = 0  # generation of gradients: results from earlier ones are invalid
-        self.misses: int = 0
+        self.misses: dict[_core.Comm, int] = {}  # by shard group: the ranks that read together
 
     def outdate(self) -> None:
         """Record that gradients changed without torch's knowledge."""
         self.age += 1
-        self.misses = 0
+        self.misses.clear()
 
     def is_known(self, grad: ShardedGrad, order: float) -> bool:
         """Return whether the norm stored in a gradient is up to date."""
@@ -59,25 +59,32 @@ class Measured:
 
     def missing(self, one: Held, order: float, root: Root) -> list[Held]:
         """Return the gradients whose norms to compute if the norm of ``one`` is unknown."""
-        if self.misses > 0:
-            self.misses -= 1
+        comm = one[0].comms[0]
+        if self.misses.get(comm, 0) > 0:
+            self.misses[comm] -= 1
             return [one]
-        held = root.grads()
+        held = [each for each in root.grads() if each[0].comms[0] is comm]
         if 2 * sum(not self.is_known(g, order) for _, _, g in held) >= len(held):
             return held
-        self.misses = len(held) // 8
+        self.misses[comm] = len(held) // 8
         return [one]
 
 
 def _measure(tensors: Sequence[Held], order: float) -> torch.Tensor:
     """Compute whole tensors' norms exactly, in float64, from each rank's rows; collective."""
-    values = _core.norms_of_rows(
-        [state.unit for state, _, _ in tensors],
-        [index for _, index, _ in tensors],
-        [_device.to_engine(_stored(*held)) for held in tensors],
-        order,
-    )
-    norms = torch.tensor(values, dtype=torch.float64)
+    groups: dict[_core.Comm, list[int]] = {}
+    for k, (state, _, _) in enumerate(tensors):
+        groups.setdefault(state.comms[0], []).append(k)
+    norms = torch.empty(len(tensors), dtype=torch.float64)
+    for at in groups.values():
+        held = [tensors[k] for k in at]
+        values = _core.norms_of_rows(
+            [state.unit for state, _, _ in held],
+            [index for _, index, _ in held],
+            [_device.to_engine(_stored(*each)) for each in held],
+            order,
+        )
+        norms[at] = torch.tensor(values, dtype=torch.float64)
     for comm in _other_comms(tensors, cut_only=True):
         at = [k for k, (s, i, _) in enumerate(tensors) if comm in s.comms_of(i, cut_only=True)]
         norms[at] = _combined(norms[at], order, comm)
@@ -196,17 +203,31 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     norms: dict[int, Any] = {}
     for at, held in _by_root(tensors):
-        values = _measure(held, order)
-        meshes = dict.fromkeys(s.mesh_of(i) for s, i, _ in held)
-        mesh = max(meshes, key=lambda m: m.ndim)
-        if len(meshes) > 1:  # torch adds only norms on one mesh
+        values, mesh = _measure(held, order), _common_mesh(held)
+        if mesh is not None:
             values = agreed(held, values)
-        for k, (_, _, t), value in zip(at, held, values.unbind(), strict=True):
-            norms[k] = replicated(value.to(t.dtype), t, mesh)
+        for k, (state, i, t), value in zip(at, held, values.unbind(), strict=True):
+            norms[k] = replicated(value.to(t.dtype), t, mesh or state.mesh_of(i))
     return [
         norms[k] if k in norms else torch.linalg.vector_norm(t, order)
         for k, t in enumerate(tensors)
     ]
+
+
+def _common_mesh(tensors: Sequence[Held]) -> Any:
+    """Return a mesh whose ranks all have these tensors' norms, or None.
+
+    It has the ranks of each tensor's mesh, or the dimensions of the tensor's unit's mesh.
+    """
+    most = max(tensors, key=lambda held: held[0].mesh_of(held[1]).ndim)
+    mesh = most[0].mesh_of(most[1])
+    for state, index, _ in tensors:
+        own = state.mesh_of(index)
+        if own is mesh or state.recipe.mesh == most[0].recipe.mesh:
+            continue
+        if ranks_of(own) != ranks_of(mesh):
+            return None
+    return mesh
 
 
 def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[tuple[list[int], list[Held]]]:
@@ -224,8 +245,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Implement GradScaler's unscaling; an infinity on one rank is reported on all ranks."""
     grads, found, scale = args
     func([local_of(g) for g in grads], found, scale)
-    held = next((h for h in map(_held, grads) if h is not None), None)
-    for comm in held[0].comms if held else ():
+    held = [h for h in map(_held, grads) if h is not None]
+    for comm in dict.fromkeys(c for s, i, _ in held for c in (*s.comms, *s.comms_of(i))):
         if comm.size > 1 and found.numel():
             comm.all_reduce(_device.to_engine(found.detach()), "max")
 

@@ -25,6 +25,7 @@ from fsdpc.torch._checks import (
     dimension_of,
     log_once,
     mark_replaced,
+    placement_on,
     refuse_resizing,
     warn_of_slow_products,
 )
@@ -280,7 +281,8 @@ def fully_shard(
         the outermost module. Integers above 1 mean yes, since ranks of a host share the gathered
         memory anyway; 1 means no.
     shard_placement_fn : callable, optional
-        May return None or ``Shard(dim)``: the dimension to shard, by default 0.
+        May return None or ``Shard(dim)``: the dimension to shard, by default 0. A
+        ``ShardPlacementResult`` names this mesh: parameters on another one are a module's own.
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes for compute and communication.
     offload_policy : OffloadPolicy, optional
@@ -325,6 +327,15 @@ def fully_shard(
     -----
     Outside forward and backward, parameters are DTensors, placed as ``Shard(0)`` over the mesh.
     Their attribute ``fsdpc`` has the name, the full shape and this rank's rows.
+
+    Units of one model may be on different meshes. For expert parallelism, each rank keeps some
+    experts, whose forward exchanges tokens over ``mesh["ep"]``. Experts need names of their own (by
+    number) for ``torch.distributed.checkpoint``::
+
+        fully_shard(experts, mesh=mesh["efsdp"])
+        experts.set_gradient_divide_factor(mesh.size())  # the tokens of all ranks
+        fully_shard(model, mesh=mesh["efsdp", "ep"]._flatten("dp"))
+
     Source: PyTorch FSDP (Zhao et al. 2023), ``torch.distributed.fsdp.fully_shard``.
 
     Examples
@@ -366,11 +377,12 @@ def fully_shard(
         }
         rules.shard_by_plan(groups_of(modules, plan), options, fully_shard)
     inside = rules.inside_of(modules)
+    placement = placement_on(mesh, shard_placement_fn, modules)
     found = rules.collect(inside, ignored, partial(check_parameter, modules=modules))
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
     check_whole(whole, named, type(modules[0]).__name__)
-    layouts = [ParamLayout.of(p, dimension_of(n, p, shard_placement_fn)) for n, p in named]
+    layouts = [ParamLayout.of(p, dimension_of(n, p, placement)) for n, p in named]
     for name, p in named:
         check_mesh(name, p, mesh)
     _device.choose(named, getattr(mesh, "device_type", None))

@@ -218,6 +218,12 @@ def joined(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     return root[(*mesh.mesh_dim_names, *other.mesh_dim_names)]  # type: ignore[misc]
 
 
+@cache
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of a mesh, in order."""
+    return sorted(mesh.mesh.flatten().tolist())
+
+
 def meta_of(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
     """Return the metadata of a contiguous tensor."""
     strides = [1]

@@ -29,7 +29,7 @@ from fsdpc.torch._dtensor import BareShard, Home, ShardedGrad, ShardedTensor, sp
 from fsdpc.torch._fsdp2 import TorchState
 from fsdpc.torch._grads import Measured
 from fsdpc.torch._mesh import comm_of
-from fsdpc.torch._param_layout import ParamLayout, is_cut, joined
+from fsdpc.torch._param_layout import ParamLayout, is_cut, joined, ranks_of
 from fsdpc.torch._recipe import Recipe
 from fsdpc.torch.kernels import target
 from fsdpc.torch.policies import MixedPrecisionPolicy
@@ -221,6 +221,12 @@ class UnitState(TorchState):
             return []
         dims = [k for k, p in enumerate(spec.placements) if is_cut(p) or not cut_only]
         return [comm_of(spec.mesh, k) for k in dims]
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have parts of the unit's parameters, over other meshes too."""
+        if self.recipe.mesh is None:
+            return []
+        return max((ranks_of(self.mesh_of(i)) for i in range(len(self.layouts))), key=len)
 
     def mesh_of(self, i: int) -> Any:
         """Return the mesh of a parameter that is cut, with the dimensions of its other mesh."""
@@ -514,6 +520,17 @@ def states_of(module: nn.Module) -> list[UnitState]:
     """Return the distinct states of all units in a module."""
     states = (m._fsdpc_state for _, m in sharded_modules(module))
     return list({id(s): s for s in states}.values())
+
+
+def check_same_ranks(states: Sequence[UnitState], what: str) -> None:
+    """Raise if some ranks share only some of the units, which are on different meshes."""
+    first = states[0]
+    for state in states:
+        if state.comms != first.comms and state.ranks() != first.ranks():
+            raise NotImplementedError(
+                f"{what} of units '{first.unit.name}' on {first.recipe.mesh} and "
+                f"'{state.unit.name}' on {state.recipe.mesh}, which have different ranks"
+            )
 
 
 def refuse_missing(state: UnitState) -> NoReturn:

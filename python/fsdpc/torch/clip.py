@@ -13,7 +13,13 @@ from fsdpc import _core
 from fsdpc.torch import _device
 from fsdpc.torch._dtensor import PENDING, ShardedTensor, replicated
 from fsdpc.torch._grads import total_norm
-from fsdpc.torch._unit import take_grads
+from fsdpc.torch._unit import check_same_ranks, take_grads
+
+_APART = (
+    "a total norm (take torch.nn.utils.get_total_norm of each mesh's gradients, sum its powers "
+    "over the ranks that have other parameters, and give the root of the sum of all to "
+    "clip_grads_with_norm_)"
+)
 
 
 def clip_grad_norm_(
@@ -42,11 +48,24 @@ def clip_grad_norm_(
     Tensor, 0-d
         The norm over all ranks before clipping.
 
+    Raises
+    ------
+    NotImplementedError
+        Units are on meshes of different ranks; the error says how to compute the total.
+
     Notes
     -----
     Gradients of whole units are not scaled immediately: the optimizer applies the factor while it
     reads them, or the first access to ``.grad`` does. ``torch.nn.utils.clip_grad_norm_`` returns
     the same norm in more passes over memory.
+
+    With expert parallelism, only the caller knows which parameters differ over which dimension of
+    the mesh (here experts over "ep")::
+
+        squares = [get_total_norm([p.grad for p in ps]).full_tensor() ** 2 for ps in (experts, rest)]
+        dist.all_reduce(squares[0], group=mesh["ep"].get_group())
+        for ps in (experts, rest):
+            clip_grads_with_norm_(ps, max_norm, sum(squares) ** 0.5)
 
     Examples
     --------
@@ -65,6 +84,8 @@ def clip_grad_norm_(
     with_grad = [p for p in params if p.grad is not None]
     held = [getattr(p, "fsdpc", None) for p in with_grad]
     states = list({id(info._state): info._state for info in held if info is not None}.values())
+    if states:
+        check_same_ranks(states, _APART)
     whole = None not in held and _hold_whole_units(states, with_grad)
     # Gradients of narrow parameters are copies, so a factor deferred to the shards would not reach
     # them.

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from fsdpc.torch import _device, _shards
-from fsdpc.torch._unit import UnitState, full_value, on_copies, set_version, states_of
+from fsdpc.torch._unit import (
+    UnitState,
+    check_same_ranks,
+    full_value,
+    on_copies,
+    set_version,
+    states_of,
+)
 
 
 class _Option:
@@ -103,6 +110,7 @@ def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None
 
 
 def _rank(states: list[UnitState]) -> int:
+    check_same_ranks(states, "rank0_only (rank 0 has no other ranks' experts; leave it out)")
     return max(comm.rank for comm in states[0].comms)
 
 
