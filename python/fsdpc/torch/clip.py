@@ -62,7 +62,8 @@ def clip_grad_norm_(
     With expert parallelism, only the caller knows which parameters differ over which dimension of
     the mesh (here experts over "ep")::
 
-        squares = [get_total_norm([p.grad for p in ps]).full_tensor() ** 2 for ps in (experts, rest)]
+        norms = [get_total_norm([p.grad for p in ps]) for ps in (experts, rest)]
+        squares = [norm.full_tensor() ** 2 for norm in norms]
         dist.all_reduce(squares[0], group=mesh["ep"].get_group())
         for ps in (experts, rest):
             clip_grads_with_norm_(ps, max_norm, sum(squares) ** 0.5)
