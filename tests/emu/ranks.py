@@ -104,6 +104,27 @@ def deterministic(argument: str) -> dict[str, Any]:
             for dtype in dtypes.split(",") for variant, options in chosen.items()}
 
 
+def meshes(_: str) -> dict[str, Any]:
+    """Losses of a model whose units are on the rows, the columns and all of a grid."""
+    grid = fsdpc.init_device_mesh(fsdpc.get_default_device(), (2, 2))
+    fsdpc.manual_seed(1)
+    model = fsdpc.nn.Sequential(*(fsdpc.nn.Linear(48, 48) for _ in range(6)))
+    for i, layer in enumerate(model):
+        fsdpc.fully_shard(layer, mesh=(grid["replicate"], grid["shard"], grid)[i % 3])
+    fsdpc.fully_shard(model)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(5):
+        x = np.random.default_rng([step, fsdpc.rank()]).normal(size=(8, 48)).astype(np.float32)
+        y = model(fsdpc.tensor(x))
+        loss = (y * y).mean()
+        loss.backward()
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"transport": fsdpc.distributed.world().transport, "losses": losses}
+
+
 def ahead(_: str) -> dict[str, Any]:
     """What came of a step, by strategy: made as ever, and while the device stands still."""
     chosen = {"FULL_SHARD": 2, "NO_SHARD": 1, "HYBRID_SHARD 2x1": 2, "HYBRID_SHARD 2x2": np.inf}

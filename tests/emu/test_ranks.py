@@ -42,6 +42,15 @@ def test_strategies_have_the_same_bits(nccl: dict[str, str]) -> None:
             assert rank[f"perceptron {dtype}"]["NO_SHARD"][1:] == [norms[dtype], digest]
 
 
+def test_units_on_different_meshes(nccl: dict[str, str]) -> None:
+    """Each mesh has streams and NCCL communicators of its own; all post in one order."""
+    on = {device: ranks(nccl, "meshes", device, "4") for device in ("cpu", "cuda")}
+    for here, there in zip(on["cpu"], on["cuda"], strict=True):
+        assert (here["transport"], there["transport"]) == ("shm", "nccl")
+        assert there["losses"] == pytest.approx(here["losses"], rel=1e-4)
+        assert here["losses"][-1] < here["losses"][0]
+
+
 @EMULATION_ALONE
 def test_ranks_leave_nothing_behind(nccl: dict[str, str]) -> None:
     for found in ranks(nccl, "ways", "cuda", "2"):

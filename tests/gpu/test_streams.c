@@ -352,7 +352,7 @@ static fsdpc_status train_step(model *m, int step)
     if (step == 3)
         FSDPC_TRY(forward(m, 2, false));
     for (int micro = 0; micro < micro_steps; micro++) {
-        m->root->is_last_backward = micro == micro_steps - 1;
+        m->root->model->is_last_backward = micro == micro_steps - 1;
         FSDPC_TRY(forward(m, UNITS, true));
         FSDPC_TRY(backward(m, step + 10 * micro));
     }
