@@ -17,12 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+    reduce_scatter_tensor_autograd,
+)
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import fsdpc
@@ -421,3 +425,56 @@ def test_a_death_in_a_collective_of_experts_is_named(tmp_path: Path) -> None:
     assert dead is None
     for text, _ in others:
         assert "rank 3 (pid" in text, text
+
+
+class Stacked(nn.Module):
+    """The sum of all experts' outputs, whose weights are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, 7, DIM) / 4)
+        self.ep: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ep is None:
+            return torch.einsum("td,edf->tf", x, self.weight)
+        assert isinstance(self.weight, DTensor)
+        tokens = all_gather_tensor_autograd(x, 0, self.ep)
+        mine = torch.einsum("td,edf->tf", tokens, self.weight.to_local())
+        return reduce_scatter_tensor_autograd(mine, "sum", 0, self.ep)
+
+
+@pytest.mark.ranks(4, init=False)
+def test_experts_may_be_dtensors(tmp_path: Path) -> None:
+    """As torchtitan's are: then norms know that they differ over "ep", and so do checkpoints."""
+    mesh = joined(tmp_path)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Stacked(), nn.Linear(DIM, 5))
+    ours: Any = copy.deepcopy(plain)
+    ours[0].ep = mesh["ep"].get_group()
+    ours[0].weight = nn.Parameter(distribute_tensor(plain[0].weight.data, mesh["ep"], [Shard(0)]))
+    fully_shard(ours[0], mesh=mesh["efsdp"], shard_placement_fn=lambda p: Shard(1))
+    ours[0].set_gradient_divide_factor(RANKS)
+    fully_shard(ours, mesh=mesh["efsdp", "ep"]._flatten("dp"))
+    weight = ours[0].weight
+    assert weight.placements == (Shard(1), Shard(0))
+    assert weight.to_local().shape == (2, 4 - mesh.get_local_rank("efsdp"), DIM)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (ours, plain)]
+    for step in range(4):
+        x = inputs(step)
+        ours(x[dist.get_rank()]).square().mean().backward()
+        plain(x.view(-1, 7)).square().mean().backward()
+        assert_same_grads(ours, plain)
+        clip = (clip_grad_norm_, nn.utils.clip_grad_norm_)[step % 2]
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert_near(clip(ours.parameters(), 0.1).full_tensor(), expected, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_values(ours, plain)
+    fsdpc.checkpoint.save(tmp_path / "saved", {"model": ours})
+    fresh = nn.Sequential(Stacked(), nn.Linear(DIM, 5))
+    fsdpc.checkpoint.load(tmp_path / "saved", {"model": fresh})
+    for p, q in zip(fresh.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p, q.detach().full_tensor())
+    dist.destroy_process_group()

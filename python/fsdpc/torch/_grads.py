@@ -24,6 +24,7 @@ from fsdpc.torch._dtensor import (
     replicated,
 )
 from fsdpc.torch._operations import by_torch, handle
+from fsdpc.torch._param_layout import ranks_of
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import Root, UnitState
