@@ -207,5 +207,10 @@ def test_what_backwards_left_is_reduced(kind: str) -> None:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad, **tolerance)  # type: ignore[arg-type]
     model.zero_grad()
+    model.unshard()
+    weight = model[1].weight
+    weight.grad = torch.ones_like(weight)  # as split backwards leave it, and then fail
+    model.reshard()
+    model.reset_iter_state()
     reduce_as_pipelines(model)  # of nothing
     assert all(p.grad is None for p in model.parameters())

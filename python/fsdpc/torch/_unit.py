@@ -500,6 +500,9 @@ class Root:
         """Reshard every unit and drop the gradients of an incomplete backward."""
         half = self.head.in_backward
         self.head.reset()
+        for state in self.states:
+            for param in state.unsharded:
+                param.grad = None  # of a pipeline schedule that split backward
         for torch_unit in self.torch_units:
             torch_unit.hide(half)
 
