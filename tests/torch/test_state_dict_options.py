@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "flat, full on rank 0": {
         "flatten_optimizer_state_dict": True, "full_state_dict": True, "cpu_offload": True,
     },
-    "renamed": {"dsd_fqn_modifiers": "_renamed"},
+    "renamed": {"dsd_fqn_modifiers": "_fqn_modifiers"},
     "loose": {"strict": False},
     "from rank 0": {"full_state_dict": True, "broadcast_from_rank0": True},
     "flat, from rank 0": {
@@ -53,11 +54,37 @@ NOT_LOADED = {
 }
 
 
-class Renamed(Net):
-    """If an option names this modifier, names do not contain ``first``."""
+class Inside(nn.Module):
+    """A linear layer whose names in state dicts, by hooks, leave ``linear`` out."""
 
-    def _renamed(self) -> dict[str, str]:
-        return {"first": ""}
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self._register_state_dict_hook(self._rename)
+        self.register_load_state_dict_pre_hook(lambda m, s, p, *_: rename(s, p, p + "linear."))
+
+    @staticmethod
+    def _rename(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        rename(state, prefix + "linear.", prefix)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "linear", "bias": "linear"}
+
+
+def rename(state: Any, prefix: str, to: str) -> None:
+    for name in ("weight", "bias"):
+        state[to + name] = state.pop(prefix + name)
+
+
+class Renamed(Net):
+    """A net with a layer of other names; torch saves only with the modifier of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = Inside(self.first)
 
 
 def made(kind: str, steps: int, seed: int = 3, cls: type[Net] = Net) -> tuple[Any, Any]:
