@@ -1,10 +1,11 @@
 /* A root: the outermost unit with all units inside it, their parameter buffer and reduce buffers.
  *
- * It is created by the first forward, collectively. The parameter buffer is a single block of
- * memory for the unsharded parameters of all units, shared by the ranks on a host. Units that close
- * during backward share two pooled reduce buffers. Units that stay open have their own buffers: the
- * root, units that enclose others, and units that keep gradients. With replicas, each buffer is
- * paired with a partial.
+ * It is created by the first forward, collectively. Units on several meshes form a root per mesh, in
+ * the order of their first units; calls on any of these roots are calls on the whole model. The
+ * parameter buffer is a single block of memory for the unsharded parameters of a root's units,
+ * shared by the ranks on a host. Units that close during backward share two pooled reduce buffers.
+ * Units that stay open have their own buffers: the outermost unit, units that enclose others, and
+ * units that keep gradients. With replicas, each buffer is paired with a partial.
  */
 #ifndef FSDPC_ENGINE_ROOT_H
 #define FSDPC_ENGINE_ROOT_H
@@ -12,8 +13,8 @@
 #include "base/trace.h"
 #include "engine/unit.h"
 
-/* Collective. units[0] is the outermost; children follow in module order. `encloses` specifies
- * whether each unit contains others. */
+/* Collective over all meshes. units[0] is the outermost; children follow in module order. `encloses`
+ * specifies whether each unit contains others. Returns the root of units[0]. */
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out);
 void fsdpc_root_destroy(fsdpc_root *root); /* its units keep only masters */
