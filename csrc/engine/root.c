@@ -194,7 +194,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     fsdpc_status status = create_roots(model, encloses, members, flags);
     free(members);
     free(flags);
-    if (status == FSDPC_OK)
+    if (status == FSDPC_OK && model->first)
         *out = model->first;
     else
         destroy_model(model);
