@@ -195,10 +195,10 @@ static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 }
 
 /* The death of any rank in the world counts, even a non-member's: the run cannot continue, and a
- * member that detected the death elsewhere may never get here. A departure counts only in the group
- * that the rank left, and after deaths,
- * because others may leave on account of them. If a communicator above this one is waiting for other hosts, however, a rank
- * that has done its part may leave. */
+ * member that detected the death elsewhere may never get here. Deaths are checked first, because
+ * ranks leave after a death. A departure counts only in the group that the rank left. If a
+ * communicator above this one is waiting for other hosts, however, a rank that has done its part may
+ * leave. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
     for (int w = 0; w < self->world->size; w++)

@@ -59,7 +59,7 @@ struct fsdpc_model {
     bool notes_acts;            /* a step is running */
 };
 
-/* Returns where a call of the model is, or NULL between calls. */
+/* Names what the model is running, or returns NULL between calls. */
 static inline const char *fsdpc_model_inside(const fsdpc_model *model)
 {
     return model->holds           ? "hold()"

@@ -1,4 +1,4 @@
-"""Plain tensors beside sharded ones, which count as replicated in ``implicit_replication()``."""
+"""``implicit_replication()`` lets plain tensors, as replicated ones, meet sharded ones."""
 
 from __future__ import annotations
 

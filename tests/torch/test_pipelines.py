@@ -125,7 +125,7 @@ def start(tmp_path: Any, name: str) -> tuple[Any, list[nn.Module]]:
 @pytest.mark.ranks(4, init=False)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sharded_stages_train_as_one_process(name: str, tmp_path: Any) -> None:
-    """Losses, gradients and parameters, also beside FSDP2; a unit is reduced once in a step."""
+    """Losses, gradients and parameters, as FSDP2's too; each step reduces a unit once."""
     mesh, made = start(tmp_path, name)
     ours = train(name, fully_shard, made, mesh)
     for other in (alone(name, made, mesh), train(name, fsdp.fully_shard, made, mesh)):

@@ -98,6 +98,14 @@ def sharded(model: Words, mesh: DeviceMesh, shard: Any = fully_shard, **options:
     return shard(model, mesh=mesh, **options)
 
 
+def pair(folder: Path) -> tuple[DeviceMesh, Words, Any]:
+    """A 2 x 2 mesh, a plain model, and the same model on the mesh."""
+    join_gloo(folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = made()
+    return mesh, plain, sharded(parallel(copy.deepcopy(plain), mesh["tp"]), mesh["dp"])
+
+
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     words, targets = torch.randint(0, WORDS, (2, 4, 8), generator=generator)
@@ -195,10 +203,7 @@ def test_it_is_what_torchs_fully_shard_is(kind: str, tmp_path: Path) -> None:
 @pytest.mark.ranks(4, init=False)
 def test_muon_reads_whole_matrices(tmp_path: Path) -> None:
     """It multiplies in bfloat16, of whose products torch's DTensor adds the parts."""
-    join_gloo(tmp_path)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain = made()
-    ours = sharded(parallel(copy.deepcopy(plain), mesh["tp"]), mesh["dp"])
+    mesh, plain, ours = pair(tmp_path)
     optimizers = [
         torch.optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=1e-2)
         for m in (plain, ours)
@@ -345,10 +350,7 @@ def test_folders_of_fsdpc_load_at_other_shapes(kind: str, tmp_path: Path) -> Non
 @pytest.mark.ranks(4, init=False)
 def test_full_values_are_those_of_the_whole(tmp_path: Path) -> None:
     """Initialisation, summoned copies, random numbers and conversions see logical parameters."""
-    join_gloo(tmp_path)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain = made()
-    ours = sharded(parallel(copy.deepcopy(plain), mesh["tp"]), mesh["dp"])
+    mesh, plain, ours = pair(tmp_path)
     for model in (plain, ours):
         torch.manual_seed(7)
         model.blocks[0].wide.reset_parameters()

@@ -15,8 +15,8 @@
  * A sharded parameter may itself be part of the graph, for example for a parameter penalty; the
  * foreign autograd then stores a gradient in the sharded parameter's `.grad`. Before the unit's
  * backward, that gradient is taken like any other. Later, a reduction may already be writing to the
- * shard. Sharded parameters therefore have no gradient when a backward begins, and any gradient that they have
- * when it ends is then added to the shard.
+ * shard. Sharded parameters therefore have no gradient when a backward begins, and any gradient that
+ * they have when it ends is then added to the shard.
  */
 #include "bind/torch/unit.h"
 

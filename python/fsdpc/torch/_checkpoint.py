@@ -28,15 +28,16 @@ from fsdpc.checkpoint.shards import (
     shards_of,
 )
 from fsdpc.torch import _device
-from fsdpc.torch._dtensor import gathered, local_of
+from fsdpc.torch._dtensor import gathered
 from fsdpc.torch._even_parts import (
-    comms_of_others,
     empty_part,
     first_of,
     full_of,
     is_consecutive,
     part_of,
 )
+from fsdpc.torch._grads import other_comms
+from fsdpc.torch._param_layout import local_of
 from fsdpc.torch._unit import ShardInfo, UnitState, full_value, states_of
 from fsdpc.torch.optim import FlatOptimizer
 from fsdpc.torch.state_dict import local_state_dict
@@ -51,7 +52,9 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
     _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
     states = states_of(model)
-    others = prod(comm.size for comm in comms_of_others(states))
+    others = prod(
+        comm.size for comm in other_comms((s, i) for s in states for i in range(len(s.params)))
+    )
     for state in states:
         ranks = prod(comm.size for comm in state.comms)
         world = distributed.world_size() if distributed.is_initialized() else 0
@@ -180,7 +183,7 @@ class _Access(StateAccess):
         info = getattr(p, "fsdpc", None)
         if not isinstance(info, ShardInfo):
             return tuple(p.shape), 0, distributed.rank()
-        if not is_consecutive(info._state, info._index):
+        if self.has_parts(p):
             return tuple(info.shape), first_of(info.shape), 0
         _, first, replica, _ = _core.master_shard(info.unit, info._index, False)
         return tuple(info.shape), first, replica
@@ -289,9 +292,8 @@ class _TorchAccess(_Access):
             self.optimizer.state.pop(p, None)
             return
         state: dict[str, Any] = dict(self.made.get(id(p), {}))
-        if self.has_parts(p):
-            home = p.fsdpc._state, p.fsdpc._index
-            state = {k: home[0].wrap(home[1], rows.clone()) for k, rows in self.rows(p).items()}
+        for key, rows in self.rows(p).items() if self.has_parts(p) else ():
+            state[key] = p.fsdpc._state.wrap(p.fsdpc._index, rows.clone())
         if self.kind != "SGD":
             state["step"] = torch.tensor(float(steps))
         self.optimizer.state[p] = state

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdpc import _core, distributed
 from fsdpc.sharding.rules import Inside
 from fsdpc.torch import _device, _forward, _shards
-from fsdpc.torch._dtensor import local_of
-from fsdpc.torch._param_layout import check_spec
+from fsdpc.torch._param_layout import check_spec, local_of
 from fsdpc.torch._unit import ShardInfo, UnitState
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
 

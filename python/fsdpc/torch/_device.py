@@ -105,7 +105,10 @@ def grad_memory(unit: _core.Unit, masters: list[torch.Tensor]) -> list[torch.Ten
         return None
     if not takes_back():
         return [_over(m) for m in _core.grad_memory(unit)]
-    return [torch.empty_like(m, dtype=_grad_dtype(m.dtype)) for m in masters[: unit.trained_groups]]
+    return [
+        torch.empty_like(m, dtype=_grad_dtype(m.dtype))
+        for m in masters[: unit.trained_groups]
+    ]
 
 
 class Lent:

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 
 from fsdpc import distributed
 from fsdpc.torch import _device
-from fsdpc.torch._param_layout import meta_of
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -194,9 +193,6 @@ class ShardedTensor(DTensor):
             frame = frame.f_back
         return super().__tensor_flatten__()
 
-    def __init_subclass__(cls) -> None:
-        cls.__tensor_unflatten__ = staticmethod(partial(_unflatten, cls))  # type: ignore[method-assign]
-
     def register_hook(self, hook: Any) -> Any:
         """Raise for parameters, because the reductions that create gradients run no hooks."""
         if self.is_leaf and self.requires_grad:
@@ -232,7 +228,7 @@ class ShardedTensor(DTensor):
             info = home[0].params[home[1]].fsdpc  # type: ignore[attr-defined]
             if info.is_spread:
                 check_file(str(info))
-                plain.fsdpc_rows = f"{info.part} of {tuple(info.shape)}"  # type: ignore[attr-defined]
+                plain.fsdpc_rows = info.extent  # type: ignore[attr-defined]
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -343,11 +339,12 @@ class ShardedGrad(ShardedTensor):
         _descriptor.__set__(self, value)
 
 
-ShardedTensor.__init_subclass__.__func__(ShardedTensor)  # type: ignore[attr-defined]
-
+_KINDS: tuple[Any, ...] = (ShardedTensor, BareShard, ShardedGrad, DerivedTensor)
+for _kind in _KINDS:
+    _kind.__tensor_unflatten__ = staticmethod(partial(_unflatten, _kind))
 # Optimizers and clipping check exact types to decide whether to use list operations.
 for _types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _types += [ShardedTensor, BareShard, ShardedGrad, DerivedTensor]
+    _types += _KINDS
 
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
@@ -363,7 +360,11 @@ def gathered(tensor: ShardedTensor, state: UnitState, index: int) -> torch.Tenso
 
 def spec_of(mesh: Any, placements: Sequence[Any], shape: torch.Size, dtype: Any) -> DTensorSpec:
     """Return the spec of a contiguous tensor of this global shape."""
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta_of(shape, dtype))
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    meta = TensorMeta(shape, tuple(reversed(strides))[: len(shape)] if shape else (), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 @cache
@@ -415,11 +416,6 @@ def is_owned(tensor: ShardedTensor) -> bool:
         return False
     mesh, own = tensor._spec.mesh, home[0].mesh_of(home[1])
     return mesh is not own and mesh != own
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a DTensor, or a plain tensor unchanged."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 _scalars: dict[Any, DTensorSpec] = {}  # by mesh and dtype; specs are immutable

@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from fsdpc import _core, distributed
+from fsdpc import distributed
 from fsdpc.torch import _device
 from fsdpc.torch._unit import UnitState
 
@@ -41,7 +41,8 @@ def part_of(full: torch.Tensor) -> torch.Tensor:
 
 def empty_part(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros for this rank's part of a tensor."""
-    return part_of(torch.zeros(shape, dtype=dtype, device=_device.home()))
+    numel = min(_chunk(prod(shape)), prod(shape) - first_of(shape))
+    return torch.zeros(numel, dtype=dtype, device=_device.home())
 
 
 def full_of(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -52,9 +53,3 @@ def full_of(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     every = distributed.world().all_gather(_device.to_engine(padded.view(torch.uint8)))
     flat = _device.to_torch(every).reshape(-1).view(part.dtype)
     return flat[: prod(shape)].view(*shape).clone()
-
-
-def comms_of_others(states: Sequence[UnitState]) -> list[_core.Comm]:
-    """Return the communicators of meshes, other than the units', of a model's parameters."""
-    found = (c for s in states for i in range(len(s.params)) for c in s.comms_of(i))
-    return list(dict.fromkeys(found))

@@ -20,11 +20,10 @@ from fsdpc.torch._dtensor import (
     DerivedTensor,
     ShardedGrad,
     ShardedTensor,
-    local_of,
     replicated,
 )
 from fsdpc.torch._operations import by_torch, handle
-from fsdpc.torch._param_layout import ranks_of
+from fsdpc.torch._param_layout import local_of, ranks_of
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import Root, UnitState
@@ -86,7 +85,7 @@ def _measure(tensors: Sequence[Held], order: float) -> torch.Tensor:
             order,
         )
         norms[at] = torch.tensor(values, dtype=torch.float64)
-    for comm in _other_comms(tensors, cut_only=True):
+    for comm in other_comms(((s, i) for s, i, _ in tensors), cut_only=True):
         at = [k for k, (s, i, _) in enumerate(tensors) if comm in s.comms_of(i, cut_only=True)]
         norms[at] = _combined(norms[at], order, comm)
     return norms.to(_device.home())
@@ -100,12 +99,11 @@ def _stored(state: UnitState, index: int, tensor: ShardedTensor) -> torch.Tensor
 # ---- parameters that are DTensors over another mesh, too ----
 
 
-def _other_comms(tensors: Sequence[Held], cut_only: bool = False) -> list[_core.Comm]:
-    """Return the communicators of the other meshes, in an order that all ranks share."""
-    found: list[_core.Comm] = []
-    for state, index, _ in tensors:
-        found += [c for c in state.comms_of(index, cut_only) if c not in found]
-    return found
+def other_comms(
+    homes: Iterable[tuple[UnitState, int]], cut_only: bool = False
+) -> list[_core.Comm]:
+    """Return the communicators of parameters' other meshes, in an order that all ranks share."""
+    return list(dict.fromkeys(c for s, i in homes for c in s.comms_of(i, cut_only)))
 
 
 def _combined(norms: torch.Tensor, order: float, comm: _core.Comm) -> torch.Tensor:
@@ -134,7 +132,7 @@ def agreed(tensors: Sequence[Held], norms: torch.Tensor) -> torch.Tensor:
     RuntimeError
         The error names the first parameter whose norms differ.
     """
-    for comm in _other_comms(tensors):
+    for comm in other_comms((s, i) for s, i, _ in tensors):
         both = _reduced(torch.cat([norms, -norms]).cpu(), "max", comm)
         most, least = both.split(len(norms))
         for k in ((most + least).abs() > _AGREE * most.abs()).nonzero().flatten().tolist():

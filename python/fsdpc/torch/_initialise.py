@@ -21,6 +21,7 @@ from fsdpc import _core
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.torch import _device
 from fsdpc.torch._dtensor import attributes_of
+from fsdpc.torch._grads import other_comms
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
@@ -93,7 +94,7 @@ def _take(state: UnitState, unsharded: list[nn.Parameter]) -> None:
             f"{state.names[i]} {tuple(full.shape)} {full.dtype} crc32c {checksum(full):08x}"
             for i, full in found
         ]
-        others = dict.fromkeys(c for i in range(len(unsharded)) for c in state.comms_of(i))
+        others = other_comms((state, i) for i in range(len(unsharded)))
         check_agreement([state.unit.name, *lines], [*state.comms, *others], CURE)
     for i, full in found:
         stored = state.layouts[i].store(full.detach())

@@ -29,10 +29,9 @@ from fsdpc.torch._checks import (
     refuse_resizing,
     warn_of_slow_products,
 )
-from fsdpc.torch._dtensor import local_of
 from fsdpc.torch._late import watch
 from fsdpc.torch._mesh import as_mesh
-from fsdpc.torch._param_layout import ParamLayout, check_mesh
+from fsdpc.torch._param_layout import ParamLayout, check_mesh, local_of
 from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Recipe, readers_of, values_of, widened
 from fsdpc.torch._torch_mesh import mesh_of

@@ -40,7 +40,6 @@ from fsdpc.torch._dtensor import (
     gathered,
     is_owned,
     is_replicated,
-    local_of,
     name_of,
     refuse_mixed,
     replicated,
@@ -48,7 +47,7 @@ from fsdpc.torch._dtensor import (
     wrap,
 )
 from fsdpc.torch._implicit_replication import cut
-from fsdpc.torch._param_layout import is_cut
+from fsdpc.torch._param_layout import is_cut, local_of, spec_as
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -150,13 +149,6 @@ class _Unwrapper:
         return local
 
 
-def _spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    meta = spec.tensor_meta
-    if meta is None or meta.dtype is dtype:
-        return spec
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
-
-
 def _kind_of(tensor: DTensor) -> type:
     return DerivedTensor if isinstance(tensor, DerivedTensor) else ShardedTensor
 
@@ -167,7 +159,7 @@ def _wrapped(result: Any, like: dict[int, DTensor], at: int = 0) -> Any:
     of = like.get(at)  # None: only plain tensors are there
     if of is None or not isinstance(result, torch.Tensor):
         return result
-    spec = _spec_as(of._spec, result.dtype)
+    spec = spec_as(of._spec, result.dtype)
     if isinstance(of, ShardedTensor):
         return wrap(_kind_of(of), result, spec, of._fsdpc)
     return DTensor(result, spec, requires_grad=False)
@@ -278,7 +270,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local = func(tensor._local_tensor, *args[1:], **kwargs)
     if local.device != tensor._local_tensor.device:
         return by_torch(func, args, kwargs)
-    return wrap(_kind_of(tensor), local, _spec_as(tensor._spec, local.dtype), tensor._fsdpc)
+    return wrap(_kind_of(tensor), local, spec_as(tensor._spec, local.dtype), tensor._fsdpc)
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,7 +288,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=local.device)
     part = part_of(tensor, func(whole, *args[1:], **kwargs))
     if not written:
-        spec = _spec_as(tensor._spec, part.dtype)
+        spec = spec_as(tensor._spec, part.dtype)
         return wrap(_kind_of(tensor), part.clone(), spec, tensor._fsdpc)
     local.copy_(part)
     _count(written)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 try:
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -57,7 +57,7 @@ class ParamLayout:
     def of(p: torch.Tensor, dim: int) -> ParamLayout:
         """Return the layout of a parameter that was given to ``fully_shard``."""
         spec = p._spec if isinstance(p, DTensor) else None
-        local = _local(p)
+        local = local_of(p)
         stored = local.movedim(dim, 0).shape if dim else local.shape
         return ParamLayout(p.shape, stored, dim, spec)
 
@@ -82,7 +82,7 @@ class ParamLayout:
             spec = self.spec
             cut = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
             value = cut._local_tensor
-        return value.movedim(self.dim, 0) if self.dim else value
+        return self.rows_of(value)
 
     def rows_of(self, local: torch.Tensor) -> torch.Tensor:
         """Return the stored rows of a sharded DTensor's local tensor; the inverse of `show`."""
@@ -97,10 +97,7 @@ class ParamLayout:
         value = self.show(stored)
         if self.spec is None:
             return value
-        assert self.spec.tensor_meta is not None
-        meta = self.spec.tensor_meta._replace(dtype=value.dtype)
-        spec = DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
-        return DTensor(value, spec, requires_grad=False)
+        return DTensor(value, spec_as(self.spec, value.dtype), requires_grad=False)
 
     def full(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the full value of what the unit stores; collective over the other mesh."""
@@ -159,13 +156,17 @@ class ParamLayout:
         return bounds
 
 
-def _local(p: torch.Tensor) -> torch.Tensor:
-    return p._local_tensor if isinstance(p, DTensor) else p
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, or a plain tensor unchanged."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def plain(shape: torch.Size) -> ParamLayout:
-    """Return the layout of a parameter that its unit stores as it is."""
-    return ParamLayout(shape, shape)
+def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return the spec of a tensor that differs from another one only in its dtype."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype is dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
 
 
 def check_spec(name: str, p: DTensor) -> None:
@@ -222,11 +223,3 @@ def joined(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 def ranks_of(mesh: DeviceMesh) -> list[int]:
     """Return the ranks of a mesh, in order."""
     return sorted(mesh.mesh.flatten().tolist())
-
-
-def meta_of(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
-    """Return the metadata of a contiguous tensor."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * max(extent, 1))
-    return TensorMeta(shape, tuple(reversed(strides))[: len(shape)] if shape else (), dtype)

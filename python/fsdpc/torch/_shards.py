@@ -40,8 +40,7 @@ def check(p: Any, key: str, value: Any) -> None:
     theirs = getattr(value, "fsdpc_rows", None)
     if info is None or theirs is None or not info.is_spread:
         return
-    rows = f"{info.part} of {tuple(info.shape)}"
-    if theirs != rows:
+    if theirs != info.extent:
         raise ValueError(
             f"'{key}' in the state dict is of {theirs}, and this rank has {info}: give each rank "
             "its own state_dict(), or load with set_optimizer_state_dict() or fsdpc.checkpoint"

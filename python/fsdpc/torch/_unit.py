@@ -88,6 +88,11 @@ class ShardInfo:
         """The unit that the parameter belongs to."""
         return self._state.unit
 
+    @property
+    def extent(self) -> str:
+        """Identify the part and the shape; files of other ranks have another extent."""
+        return f"{self.part} of {tuple(self.shape)}"
+
     def __repr__(self) -> str:
         return f"{self.part} of '{self.name}' {tuple(self.shape)}"
 
