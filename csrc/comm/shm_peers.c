@@ -98,10 +98,24 @@ void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason)
     fsdpc_shm_pending_drop(self, FSDPC_ERR_POISONED);
 }
 
+/* The watch informs only the first group, and a peer may have failed in another, so a rank that waits
+ * in one group checks all of its groups. */
+static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
+{
+    int rank;
+    fsdpc_status status;
+    char text[sizeof self->base.poison];
+    for (const fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
+        if (fsdpc_shm_poison_get(group->control, &rank, &status, text, sizeof text)) {
+            spread(self, rank, status, text);
+            return fsdpc_shm_adopt_poison(self);
+        }
+    return FSDPC_OK;
+}
+
 static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
 {
-    if (fsdpc_shm_poisoned(self->control)) /* the rank sent a reason before it ended */
-        return fsdpc_shm_adopt_poison(self);
+    FSDPC_TRY(adopt_from_groups(self)); /* the rank sent a reason before it ended */
     char where[192], ending[64], host[66] = "";
     fsdpc_shm_world_where(self->world, member, where, sizeof where);
     fsdpc_shm_world_ending(self->world, member, ending, sizeof ending);
@@ -177,21 +191,6 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
         break;
     }
     return false;
-}
-
-/* The watch informs only the first group, so a rank that waits in another group checks all of its
- * groups. */
-static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
-{
-    int rank;
-    fsdpc_status status;
-    char text[sizeof self->base.poison];
-    for (const fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
-        if (fsdpc_shm_poison_get(group->control, &rank, &status, text, sizeof text)) {
-            spread(self, rank, status, text);
-            return fsdpc_shm_adopt_poison(self);
-        }
-    return FSDPC_OK;
 }
 
 /* The death of any rank in the world counts, even a non-member's: the run cannot continue, and a
