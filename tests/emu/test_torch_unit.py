@@ -29,7 +29,7 @@ def show(environment: dict[str, str], *arguments: str) -> str:
 def trained(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What torch_training.py prints on each device."""
     path = str(HERE / "torch_training.py")
-    return {device: json.loads(show(environment, path, device)) for device in ("cpu", "cuda")}
+    return {d: json.loads(show(environment, path, d).splitlines()[-1]) for d in ("cpu", "cuda")}
 
 
 def test_training_has_the_bits_of_the_cpu(trained: dict[str, dict[str, Any]]) -> None:
@@ -48,9 +48,12 @@ def test_training_is_that_of_plain_torch(trained: dict[str, dict[str, Any]]) -> 
 
 
 def test_two_ranks_have_the_bits_of_shared_memory(nccl: dict[str, str]) -> None:
-    """On one GPU, which they share, each on batches of its own."""
+    """On one GPU, which they share, each on batches of its own.
+
+    A warning about the processor may precede the results.
+    """
     path = str(HERE / "torch_training.py")
-    cpu, cuda = (json.loads(show(nccl, path, device, "2")) for device in ("cpu", "cuda"))
+    cpu, cuda = (json.loads(show(nccl, path, d, "2").splitlines()[-1]) for d in ("cpu", "cuda"))
     for ours, theirs in zip(cuda, cpu, strict=True):
         assert (ours.pop("transport"), theirs.pop("transport")) == ("nccl", "shm")
         assert ours.keys() == theirs.keys() and len(ours) == 6
