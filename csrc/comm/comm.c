@@ -82,8 +82,9 @@ fsdpc_comm_config fsdpc_comm_config_like(const fsdpc_comm *comm, int rank, int s
 
 /* ---- Failure ---- */
 
-void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason)
+void fsdpc_comm_abort_local(fsdpc_comm *comm, fsdpc_status status, const char *reason)
 {
+    (void)status; /* only for peers */
     if (!comm->poison[0])
         snprintf(comm->poison, sizeof comm->poison, "%s",
                  reason && reason[0] ? reason : "aborted without a reason");
@@ -93,7 +94,7 @@ fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status)
 {
     char text[sizeof comm->poison];
     snprintf(text, sizeof text, "%s", fsdpc_last_error());
-    comm->ops->abort(comm, text);
+    comm->ops->abort(comm, status, text);
     return fsdpc_fail(status, "%s", text);
 }
 
@@ -190,8 +191,7 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
-/* Reports that a peer is gone, and this rank's operation. If Ctrl-C has ended all ranks, reports
- * the interrupt instead, even if the peer ended first. */
+/* Reports that a peer is gone and this rank's operation, or the Ctrl-C that ended all ranks. */
 static fsdpc_status given_up(const waiting *w, fsdpc_status status)
 {
     char text[LATE_BYTES];

@@ -229,8 +229,8 @@ typedef struct fsdpc_comm_ops {
     /* Life */
     void (*destroy)(fsdpc_comm *comm);
     fsdpc_status (*split)(fsdpc_comm *comm, int color, int key, fsdpc_comm **out); /* collective */
-    void (*abort)(fsdpc_comm *comm,
-                  const char *reason); /* poison, tell the peers; takes seconds at most */
+    /* Poisons and, within seconds, tells the peers, who see `status` only if PEER or MISMATCH. */
+    void (*abort)(fsdpc_comm *comm, fsdpc_status status, const char *reason);
     /* Tells the peers that this rank no longer takes part; memory stays until destroy.
      * Optional. */
     void (*leave)(fsdpc_comm *comm);
@@ -474,7 +474,7 @@ fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status);
 /* Returns FSDPC_ERR_POISONED with the reason if the communicator is poisoned, else FSDPC_OK. */
 fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm);
 /* The default `abort`, which keeps only the first reason. */
-void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason);
+void fsdpc_comm_abort_local(fsdpc_comm *comm, fsdpc_status status, const char *reason);
 
 static inline void fsdpc_comm_destroy(fsdpc_comm *comm)
 {
@@ -497,7 +497,7 @@ static inline void fsdpc_comm_leave(fsdpc_comm *comm)
 
 static inline void fsdpc_comm_abort(fsdpc_comm *comm, const char *reason)
 {
-    comm->ops->abort(comm, reason);
+    comm->ops->abort(comm, FSDPC_ERR_POISONED, reason);
 }
 
 static inline void fsdpc_comm_locate(fsdpc_comm *comm, const char *phase, const char *unit)

@@ -245,16 +245,16 @@ static bool names_a_rank(const char *reason)
     return false;
 }
 
-static void hosts_abort(fsdpc_comm *comm, const char *reason)
+static void hosts_abort(fsdpc_comm *comm, fsdpc_status status, const char *reason)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     char text[sizeof comm->poison], mine[FSDPC_TRANSPORT_FAREWELL] = "";
     if (reason && reason[0] && !names_a_rank(reason))
         write_farewell(self, mine, sizeof mine);
     snprintf(text, sizeof text, "%s%s", reason ? reason : "", mine);
-    fsdpc_comm_abort_local(comm, reason);
-    fsdpc_comm_abort(self->host, text);
-    fsdpc_comm_abort(self->later, text);
+    fsdpc_comm_abort_local(comm, status, reason);
+    self->host->ops->abort(self->host, status, text);
+    self->later->ops->abort(self->later, status, text);
     fsdpc_transport_abort(self->transport, text);
     fsdpc_hosts_drop(self);
 }

@@ -73,9 +73,9 @@ static void null_destroy(fsdpc_comm *comm)
     free(comm);
 }
 
-static void null_abort(fsdpc_comm *comm, const char *reason)
+static void null_abort(fsdpc_comm *comm, fsdpc_status status, const char *reason)
 {
-    fsdpc_comm_abort_local(comm, reason);
+    fsdpc_comm_abort_local(comm, status, reason);
     record(comm, "abort", NULL, 0, 0);
 }
 

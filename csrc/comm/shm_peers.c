@@ -59,7 +59,7 @@ fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self)
         return FSDPC_OK;
     spread(self, rank, status, text);
     status = poison_error(rank, status, text);
-    fsdpc_comm_abort_local(&self->base, fsdpc_last_error());
+    fsdpc_comm_abort_local(&self->base, status, fsdpc_last_error());
     fsdpc_shm_pending_drop(self, status);
     return status;
 }
@@ -89,12 +89,12 @@ fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status)
     return fsdpc_comm_poison(&self->base, fsdpc_shm_tell(self, status));
 }
 
-void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason)
+void fsdpc_shm_abort(fsdpc_comm *comm, fsdpc_status status, const char *reason)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
-    fsdpc_comm_abort_local(comm, reason);
+    fsdpc_comm_abort_local(comm, status, reason);
     if (self->world->fork_count == fsdpc_fork_count())
-        spread(self, comm->world_rank, FSDPC_ERR_POISONED, comm->poison);
+        spread(self, comm->world_rank, status, comm->poison);
     fsdpc_shm_pending_drop(self, FSDPC_ERR_POISONED);
 }
 

@@ -14,7 +14,8 @@
 fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self);
 /* Adopts a poison message, if there is one, and returns its error. */
 fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self);
-void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason); /* for the table */
+/* For the table. */
+void fsdpc_shm_abort(fsdpc_comm *comm, fsdpc_status status, const char *reason);
 /* Sends this thread's last error to the peers and returns `status`. May be called from any
  * thread. */
 fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);

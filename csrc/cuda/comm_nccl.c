@@ -33,16 +33,17 @@ static const fsdpc_comm_ops nccl_ops;
 
 /* ---- Failure ---- */
 
-static void nccl_abort(fsdpc_comm *comm, const char *reason)
+static void nccl_abort(fsdpc_comm *comm, fsdpc_status status, const char *reason)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
-    fsdpc_comm_abort_local(comm, reason);
+    fsdpc_comm_abort_local(comm, status, reason);
     if (fsdpc_nccl_is_forked(self))
         return;
     fsdpc_comm_nccl *group = NULL;
     while ((group = fsdpc_nccl_ending(self, group))) {
-        fsdpc_comm_abort_local(&group->base, comm->poison);
-        fsdpc_comm_abort(group->base.control, comm->poison);
+        fsdpc_comm *control = group->base.control;
+        fsdpc_comm_abort_local(&group->base, status, comm->poison);
+        control->ops->abort(control, status, comm->poison);
     }
     fsdpc_nccl_groups_abort(self);
     while ((group = fsdpc_nccl_ending(self, group)))

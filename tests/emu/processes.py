@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training import ON_GPU
@@ -43,3 +45,8 @@ def printed(environment: dict[str, str], *arguments: str | Path, **more: str) ->
     done = run(environment, *arguments, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def last_json(environment: dict[str, str], *arguments: str | Path, **more: str) -> Any:
+    """The JSON of its last line, which what ranks warn of may precede; it ends well."""
+    return json.loads(printed(environment, *arguments, **more).splitlines()[-1])

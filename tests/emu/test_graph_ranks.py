@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ON_GPU, printed, run
+from processes import ON_GPU, last_json, run
 
 SOON_S = 5.0
 PROGRAM = Path(__file__).with_name("graph_ranks.py")
@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("graph_ranks.py")
 
 def ranks(nccl: dict[str, str], what: str, *arguments: str, **more: str) -> list[Any]:
     """What each rank returned."""
-    return json.loads(printed(nccl, PROGRAM, what, "cuda", *arguments, **more).splitlines()[-1])
+    return last_json(nccl, PROGRAM, what, "cuda", *arguments, **more)
 
 
 @pytest.mark.parametrize("world, strategies", [("2", 3), ("4", 1)])

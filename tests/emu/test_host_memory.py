@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import EnvironmentOf, printed
+from processes import EnvironmentOf, last_json
 
 PROGRAM = str(Path(__file__).with_name("offloads.py"))
 
 
 def ranks(environment: dict[str, str], *arguments: str, **more: str) -> list[Any]:
     """What each rank of offloads.py returned."""
-    return json.loads(printed(environment, PROGRAM, *arguments, **more).splitlines()[-1])
+    return last_json(environment, PROGRAM, *arguments, **more)
 
 
 @pytest.mark.parametrize("world, kinds", [

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import EMULATION_ALONE, ROOT, TIMEOUT_S, printed
+from processes import EMULATION_ALONE, ROOT, TIMEOUT_S, last_json
 from tests.needs import need_hosts, need_mpi
 from training import ON_GPU
 
@@ -101,8 +101,7 @@ def on_one_host(nccl: dict[str, str]) -> Callable[[int], list[Any]]:
     @functools.cache
     def results(world: int) -> list[Any]:
         program = str(HERE / "ranks.py")
-        said = printed(nccl, program, "strategies", "cuda", str(world), "perceptron")
-        return json.loads(said.splitlines()[-1])
+        return last_json(nccl, program, "strategies", "cuda", str(world), "perceptron")
 
     return results
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import EMULATION_ALONE, TIMEOUT_S, EnvironmentOf, printed, run
+from processes import EMULATION_ALONE, TIMEOUT_S, EnvironmentOf, last_json, run
 from ranks import CATEGORIES, HALF, PLANNED
 from training import ON_GPU
 
@@ -23,7 +23,7 @@ VALUES = [4.5, [0, 1, 2], 1, [0, 3, 6], [2.5, 0.0]]  # of three ranks that say w
 
 def ranks(environment: dict[str, str], *arguments: str, **more: str) -> list[Any]:
     """What each rank of ranks.py returned."""
-    return json.loads(printed(environment, PROGRAM, *arguments, **more).splitlines()[-1])
+    return last_json(environment, PROGRAM, *arguments, **more)
 
 
 def test_strategies_have_the_same_bits(nccl: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import printed
+from processes import last_json, printed
 
 HERE = Path(__file__).parent
 
@@ -29,7 +29,7 @@ def show(environment: dict[str, str], *arguments: str) -> str:
 def trained(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What torch_training.py prints on each device."""
     path = str(HERE / "torch_training.py")
-    return {d: json.loads(show(environment, path, d).splitlines()[-1]) for d in ("cpu", "cuda")}
+    return {device: json.loads(show(environment, path, device)) for device in ("cpu", "cuda")}
 
 
 def test_training_has_the_bits_of_the_cpu(trained: dict[str, dict[str, Any]]) -> None:
@@ -48,12 +48,9 @@ def test_training_is_that_of_plain_torch(trained: dict[str, dict[str, Any]]) -> 
 
 
 def test_two_ranks_have_the_bits_of_shared_memory(nccl: dict[str, str]) -> None:
-    """On one GPU, which they share, each on batches of its own.
-
-    A warning about the processor may precede the results.
-    """
+    """On one GPU, which they share, each on batches of its own."""
     path = str(HERE / "torch_training.py")
-    cpu, cuda = (json.loads(show(nccl, path, d, "2").splitlines()[-1]) for d in ("cpu", "cuda"))
+    cpu, cuda = (last_json(nccl, path, device, "2", EMU_OPEN="1") for device in ("cpu", "cuda"))
     for ours, theirs in zip(cuda, cpu, strict=True):
         assert (ours.pop("transport"), theirs.pop("transport")) == ("nccl", "shm")
         assert ours.keys() == theirs.keys() and len(ours) == 6
