@@ -9,7 +9,8 @@
 median step counts. "local" communicates nothing: what the computation costs. "fsdpc-kernels" is
 fsdpc after ``use_kernels(model)``: linear layers on the engine's products; "fsdpc-torch-clip" clips
 with torch's own function instead of fsdpc's. "fsdpc:HYBRID_SHARD" and "fsdp2:HYBRID_SHARD"
-replicate between hosts (bench_hosts.py). bf16 is autocast for local and DDP, param bf16 and reduce
+replicate between hosts (bench_hosts.py). "ddp@fsdpc" and "fsdp2@fsdpc" are torch's own over the
+back end ``fsdpc`` instead of gloo. bf16 is autocast for local and DDP, param bf16 and reduce
 fp32 for FSDP2 and fsdpc. "lora" models are fp32 with PEFT's adapters of rank 16 beside all linear
 layers, and nothing else is trained. DeepSpeed runs on gloo.
 
@@ -136,6 +137,7 @@ def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) 
 def turn(engine: str, name: str) -> dict[str, Any]:
     """One turn on this rank."""
     engine, _, strategy = engine.partition(":")
+    engine, _, backend = engine.partition("@")
     if engine in BY_MPI:
         import fsdpc
 
@@ -145,8 +147,10 @@ def turn(engine: str, name: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "fsdpc":
+        import fsdpc.torch
     dist.init_process_group(
-        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
+        backend or "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
     if engine in NATIVE:

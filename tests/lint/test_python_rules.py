@@ -41,7 +41,6 @@ UNREAD = {
     "init_distributed": {"_"},
     "summon_full_params": {"offload_to_cpu"},
     # Signatures that a base class or a caller gives.
-    "FsdpcStrategy.on_exception": {"exception"},
     "Identity.__init__": {"args", "kwargs"},
     "WarmupCosine.factor": {"group"},
     "WarmupDecayLR.factor": {"group"},

@@ -1,22 +1,15 @@
-"""Dividing a trainer's model into units, and storing the model in a folder."""
+"""Divide a trainer's model into units."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdpc.torch import (
-    FSDPModule,
-    fully_shard,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from fsdpc.torch import FSDPModule, fully_shard
 from fsdpc.torch._made_before import Places, give_params
 from fsdpc.torch._plan import _options as options_of
 from fsdpc.torch.plan import _by_classes, _plan_of, has_plan
@@ -30,7 +23,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
-def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: Any) -> None:
+def shard(module: nn.Module, units: Units, options: Mapping[str, Any]) -> None:
     """Turn a module and some of its submodules into units (collective).
 
     Parameters
@@ -40,27 +33,18 @@ def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: An
         parameters become a unit.
     units : Units
         As for :func:`plan_of`.
-    inner : mapping
-        Options of :func:`fsdpc.torch.fully_shard` only for submodules, in addition to ``options``.
     options : mapping
-        Options for the module and its submodules.
+        Options of :func:`fsdpc.torch.fully_shard`.
     """
     if is_sharded(module):
         if any(not hasattr(p, "fsdpc") for p in module.parameters()):
             fully_shard(module, **options)
         return
     plan = plan_of(units, module)
-    if callable(plan):
-        choose = plan
-
-        def plan(name: str, m: nn.Module) -> Any:
-            own = choose(name, m)
-            return None if own is None else {**inner, **own}
-
-    else:
+    if not callable(plan):
         styles = options.get("strategy") is None and options.get("reshard_after_forward") is None
         plan = {
-            key: {**inner, **(options_of(key, v) if styles or not isinstance(v, str) else {})}
+            key: options_of(key, v) if styles or not isinstance(v, str) else {}
             for key, v in plan.items()
         }
     fully_shard(module, plan=plan, **options)
@@ -129,61 +113,3 @@ def move(optimizer: torch.optim.Optimizer, places: Places) -> None:
             f"{type(optimizer).__name__} has stepped before its model was sharded: make it after"
         )
     give_params(optimizer, places)
-
-
-META = "meta.pt"
-
-
-def is_folder_of_parts(path: Path) -> bool:
-    """Return whether a path is a complete folder written by :func:`save_parts`."""
-    return path.is_dir() and (path / META).is_file()
-
-
-def save_parts(path: Path, state: dict[str, Any], rest: Any) -> None:
-    """Save each rank's model and optimizer rows, and other data from rank 0 (collective).
-
-    Parameters
-    ----------
-    path : Path
-        A ``torch.distributed.checkpoint`` folder, in which ``meta.pt`` is written last.
-    state : dict
-        Rows as returned by ``get_model_state_dict(..., sharded=True)`` and similar functions.
-    rest : Any
-        Other data, saved from rank 0.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    rank = torch.distributed.get_rank()
-    if rank == 0:
-        if path.is_file():
-            path.unlink()
-        (path / META).unlink(missing_ok=True)
-    torch.distributed.barrier()
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(path), overwrite=True))
-    if rank == 0:
-        torch.save(rest, path / META)
-
-
-def load_parts(
-    path: Path, model: tuple[str, nn.Module], optimizers: Any, strict: bool = True
-) -> None:
-    """Load a model and optimizers, on any number of ranks (collective).
-
-    Parameters
-    ----------
-    path : Path
-    model : (str, nn.Module)
-    optimizers : mapping of str to Optimizer
-    strict : bool, default True
-        Whether to raise if the folder lacks one of the model's tensors.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
-    name, module = model
-    state: dict[str, Any] = {name: get_model_state_dict(module, sharded=True)}
-    dcp.load(state, checkpoint_id=str(path), planner=planner)
-    for key, optimizer in optimizers.items():
-        states = {key: get_optimizer_state_dict(module, optimizer, sharded=True)}
-        dcp.load(states, checkpoint_id=str(path))
-        set_optimizer_state_dict(module, optimizer, states[key])

@@ -107,8 +107,8 @@ def initialize(
     collate_fn : callable, optional
         As for the loader.
     units : optional
-        Modules to gather as units, as for :class:`~fsdpc.integrations.lightning.FsdpcStrategy`:
-        classes or names, or a plan. None means the ``fsdp_plan`` of transformers models, or the
+        Modules to gather as units: classes or their names, or a plan as for
+        :func:`fsdpc.torch.fully_shard`. None means the ``fsdp_plan`` of transformers models, or the
         elements of each ``nn.ModuleList``.
     others
         ``config_params`` is the older name of ``config``; DeepSpeed's other arguments must be None.
@@ -139,7 +139,7 @@ def initialize(
     batch = _batch_sizes(said, world.size)
     places = places_of(model)
     groups = None if model_parameters is None else list(model_parameters)
-    _units.shard(model, units, {}, _shard_options(said))
+    _units.shard(model, units, _shard_options(said))
     made = _optimizer(said, optimizer, model, groups, places)
     scheduler = _scheduler(said, lr_scheduler, made)
     loader = None
