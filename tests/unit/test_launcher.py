@@ -18,6 +18,7 @@ from tests.needs import need_torch
 
 import fsdpc as fsdpc_package
 from fsdpc._core import engine_threads
+from fsdpc.distributed.environment import rank_environments
 from fsdpc.launching import forked
 from fsdpc.launching.launcher import LaunchError, launch, run
 
@@ -258,9 +259,16 @@ def meet_by_inherited_socket() -> tuple[str, bool, bool, float]:
 def test_ranks_inherit_the_socket_that_listens_for_them() -> None:
     # A rank that did not use it would find its name taken, by the launcher's socket.
     for rank, (name, taken, is_open, total) in enumerate(launch(meet_by_inherited_socket, 3)):
-        assert name.startswith(f"\0fsdpc-{os.geteuid()}-127.0.0.1:29500:")
+        assert name.startswith(f"\0fsdpc-{os.geteuid()}-127.0.0.1:")
         assert name.endswith(f"-{rank}")
         assert taken and not is_open and total == 6.0
+
+
+def test_runs_at_one_time_have_ports_of_their_own() -> None:
+    first = int(rank_environments(1)[0]["MASTER_PORT"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        assert rank_environments(1)[0]["MASTER_PORT"] != str(first)
 
 
 def test_a_socket_of_another_name_is_not_used() -> None:

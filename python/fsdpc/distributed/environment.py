@@ -82,14 +82,18 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
     Two more variables contain descriptors; supervisor.py sets them when it forks the rank.
 
-    MASTER_PORT is part of a name, not a TCP port. Ranks on one host meet at a socket whose name
-    contains that number and the run's ID, so simultaneous runs never collide.
+    MASTER_PORT is a TCP port that is free now, for scripts that call ``init_process_group``. Ranks
+    of the engine meet at a socket whose name contains that number and the run's ID, so simultaneous
+    runs never collide.
     """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
+        "MASTER_PORT": str(port),
         "FSDPC_RUN_ID": secrets.token_hex(8),
         "FSDPC_LAUNCHER_PID": str(os.getpid()),
     }
