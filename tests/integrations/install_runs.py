@@ -153,25 +153,34 @@ class Accelerated:
         self.accelerator.load_state(str(folder))
 
 
-def words_trainer(
-    ours: bool, folder: Path, seed: int = 0, *, accumulate: int = 1, efficient: bool = False,
-    kind: str = "FULL_STATE_DICT", tied: bool = False, **options: Any,
+def fsdp2_arguments(
+    folder: Path, config: Any = TrainingArguments, *, accumulate: int = 1, efficient: bool = False,
+    kind: str = "FULL_STATE_DICT", **options: Any,
 ) -> Any:  # fmt: skip
-    """A transformers Trainer of 20 steps, which saves a checkpoint at the tenth."""
-    sources = folder.parent / f"model{seed}"
+    """What lets a Trainer make 20 steps over FSDP2, and save a checkpoint at the tenth."""
     GradientState._reset_state()
-    arguments = TrainingArguments(
-        str(folder), use_cpu=True, per_device_train_batch_size=2, learning_rate=3e-3, max_steps=20,
-        save_steps=10, logging_steps=1, report_to=[], disable_tqdm=True, seed=3, adam_epsilon=1e-4,
+    arguments = config(
+        str(folder), use_cpu=True, per_device_train_batch_size=2, max_steps=20, save_steps=10,
+        logging_steps=1, report_to=[], disable_tqdm=True, seed=3, adam_epsilon=1e-4,
         gradient_accumulation_steps=accumulate, max_grad_norm=0.5, fsdp=True,
         fsdp_config={
             "fsdp_version": 2, "state_dict_type": kind, "cpu_ram_efficient_loading": efficient,
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         },
-        **options,
+        **{"learning_rate": 3e-3} | options,
     )  # fmt: skip
     assert arguments.device.type == "cpu"  # makes the state of Accelerate
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return arguments
+
+
+def words_trainer(
+    ours: bool, folder: Path, seed: int = 0, *, efficient: bool = False, tied: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """A transformers Trainer with such arguments."""
+    sources = folder.parent / f"model{seed}"
+    arguments = fsdp2_arguments(folder, efficient=efficient, **options)
     model = llama(tied, seed)
     if efficient:
         if dist.get_rank() == 0:
