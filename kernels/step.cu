@@ -113,7 +113,7 @@ struct any_states {
     }
 };
 
-template <step_rule RULE, typename Param, typename Grad, typename States, typename CopyIn>
+template <fsdpc_step_rule RULE, typename Param, typename Grad, typename States, typename CopyIn>
 struct step_op {
     enum { WIDTH = 4 }; /* for fp32 states; map.cuh */
     Param param;
@@ -141,7 +141,7 @@ struct step_op {
 #pragma unroll
             for (int n = 0; n < STATES; n++)
                 mine[n] = s[n].at[e];
-            p.at[e] = step_rule_apply<RULE>(k, p.at[e], g.at[e], mine);
+            p.at[e] = step_by_rule(RULE, &k, p.at[e], g.at[e], mine);
 #pragma unroll
             for (int n = 0; n < STATES; n++)
                 s[n].at[e] = mine[n];
@@ -151,7 +151,7 @@ struct step_op {
     }
 };
 
-template <step_rule RULE, typename Param, typename Grad, typename States, typename CopyIn>
+template <fsdpc_step_rule RULE, typename Param, typename Grad, typename States, typename CopyIn>
 static fsdpc_status step_launch(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     map_buffer buffers[3 + FSDPC_OPTIM_MAX_STATES] = {
@@ -166,7 +166,7 @@ static fsdpc_status step_launch(const fsdpc_step_args *a, const fsdpc_stream *st
     return map_launch("a step", op, a->numel, buffers, stream);
 }
 
-template <step_rule RULE>
+template <fsdpc_step_rule RULE>
 static fsdpc_status step_any(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     if (a->copy_in)
@@ -181,7 +181,7 @@ static bool is_common(fsdpc_dtype dtype)
     return dtype == FSDPC_F32 || dtype == FSDPC_BF16;
 }
 
-template <step_rule RULE, typename P, typename G>
+template <fsdpc_step_rule RULE, typename P, typename G>
 static fsdpc_status typed_copy_in(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     if (!a->copy_in)
@@ -191,21 +191,29 @@ static fsdpc_status typed_copy_in(const fsdpc_step_args *a, const fsdpc_stream *
     return step_launch<RULE, typed<P>, typed<G>, fp32_states, typed<float>>(a, stream);
 }
 
-template <step_rule RULE, typename P>
+template <fsdpc_step_rule RULE, typename P>
 static fsdpc_status typed_grad(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     return a->grad_dtype == FSDPC_BF16 ? typed_copy_in<RULE, P, bf16>(a, stream)
                                        : typed_copy_in<RULE, P, float>(a, stream);
 }
 
-template <step_rule RULE>
+/* The rules whose dtypes are compiled in; the others select them at run time. */
+constexpr bool is_specialised(fsdpc_step_rule rule)
+{
+    return rule == FSDPC_RULE_ADAM || rule == FSDPC_RULE_SGD || rule == FSDPC_RULE_MOMENTUM ||
+           rule == FSDPC_RULE_LION;
+}
+
+template <fsdpc_step_rule RULE>
 static fsdpc_status step_of(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     bool common = is_common(a->grad_dtype) && a->state_dtype == FSDPC_F32 &&
                   (!a->copy_in || is_common(a->copy_in_dtype));
-    if (common && a->param_dtype == FSDPC_F32)
-        return typed_grad<RULE, float>(a, stream);
-    if constexpr (RULE == RULE_ADAM)
+    if constexpr (is_specialised(RULE))
+        if (common && a->param_dtype == FSDPC_F32)
+            return typed_grad<RULE, float>(a, stream);
+    if constexpr (RULE == FSDPC_RULE_ADAM)
         if (common && a->param_dtype == FSDPC_BF16)
             return typed_grad<RULE, bf16>(a, stream);
     return step_any<RULE>(a, stream);
@@ -215,17 +223,12 @@ extern "C" fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *a, fsdpc_stream *
 {
     if (a->param_dtype == FSDPC_F64)
         return fsdpc_cuda_step_f64(a, stream);
-    switch (rule_of(a)) {
-    case RULE_ADAM:
-        return step_of<RULE_ADAM>(a, stream);
-    case RULE_AMSGRAD:
-        return step_any<RULE_AMSGRAD>(a, stream);
-    case RULE_SGD:
-        return step_of<RULE_SGD>(a, stream);
-    case RULE_MOMENTUM:
-        return step_of<RULE_MOMENTUM>(a, stream);
-    case RULE_LION:
-        return step_of<RULE_LION>(a, stream);
+    switch (fsdpc_step_rule_of(a)) {
+#define X(NAME, function, states)                                                                  \
+    case FSDPC_RULE_##NAME:                                                                        \
+        return step_of<FSDPC_RULE_##NAME>(a, stream);
+        FSDPC_STEP_RULE_TABLE(X)
+#undef X
     }
     return FSDPC_ERR_VALUE;
 }

@@ -1,5 +1,4 @@
-/* The arithmetic of optimizer steps, one element at a time; twin of csrc/ops/flat_step_rules_body.h
- * and of the fp64 rules in csrc/ops/flat_step.c.
+/* The rules of optimizer steps (csrc/ops/step_rules.h) for one element in CUDA, in fp32 and fp64.
  *
  * The same operations, in the same order and on the same scalars, give the same bits as on the CPU.
  * Operations are fused only if the CPU's kernel uses a fused multiply-add; all others are rounded
@@ -11,26 +10,22 @@
 
 #include "common.cuh"
 
-enum step_rule { RULE_ADAM, RULE_AMSGRAD, RULE_SGD, RULE_MOMENTUM, RULE_LION };
-
-static inline step_rule rule_of(const fsdpc_step_args *a)
+__host__ __device__ constexpr int rule_states(fsdpc_step_rule rule)
 {
-    if (a->kind == FSDPC_OPTIM_SGD)
-        return a->hyper.momentum != 0 ? RULE_MOMENTUM : RULE_SGD;
-    return a->kind == FSDPC_OPTIM_LION ? RULE_LION : a->hyper.amsgrad ? RULE_AMSGRAD : RULE_ADAM;
-}
-
-__host__ __device__ constexpr int rule_states(step_rule rule)
-{
-    return rule == RULE_SGD ? 0 : rule == RULE_ADAM ? 2 : rule == RULE_AMSGRAD ? 3 : 1;
+    switch (rule) {
+#define X(NAME, function, states)                                                                  \
+    case FSDPC_RULE_##NAME:                                                                        \
+        return states;
+        FSDPC_STEP_RULE_TABLE(X)
+#undef X
+    }
+    return 0;
 }
 
 template <typename W> struct step_scalars {
-    W grad_scale; /* negative to maximize */
-    W keep;       /* 1 - lr * decay if decay is decoupled */
-    W decay;      /* added to the gradient; 0 if decoupled */
-    W beta1, beta2, add_gradient, add_square, root_bias2, eps;
-    W minus_step; /* -lr; for Adam, divided by its bias correction */
+#define X(field) W field;
+    FSDPC_STEP_SCALARS(X)
+#undef X
     uint32_t step;
     bool copy_gradient, nesterov;
 };
@@ -38,10 +33,12 @@ template <typename W> struct step_scalars {
 template <typename W>
 __host__ __device__ __forceinline__ step_scalars<W> step_rounded(const fsdpc_step_scalars &k)
 {
-    return step_scalars<W>{(W)k.grad_scale, (W)k.keep,         (W)k.decay,      (W)k.beta1,
-                           (W)k.beta2,      (W)k.add_gradient, (W)k.add_square, (W)k.root_bias2,
-                           (W)k.eps,        (W)k.minus_step,   k.step,          k.copy_gradient,
-                           k.nesterov};
+    return step_scalars<W>{
+#define X(field) (W) k.field,
+        FSDPC_STEP_SCALARS(X)
+#undef X
+            k.step,
+        k.copy_gradient, k.nesterov};
 }
 
 /* A step's scalars, passed with the launch or read from device memory at run time. */
@@ -65,99 +62,52 @@ template <typename W> struct step_scalars_at {
     }
 };
 
-/* -- fp32 -------------------------------------------------------------------------------------- */
+/* -- the rules, in fp32 and in fp64 without fused operations ----------------------------------- */
 
-__device__ __forceinline__ float adam_rule(step_rule rule, const step_scalars<float> &k, float p,
-                                           float g, float (&s)[FSDPC_OPTIM_MAX_STATES])
+__device__ __forceinline__ float step_fused(float a, float b, float c)
 {
-    if (k.decay != 0)
-        g = __fmaf_rn(p, k.decay, g);
-    else
-        p = p * k.keep;
-    if (k.add_gradient < 0.5f)
-        s[0] = __fmaf_rn(g - s[0], k.add_gradient, s[0]);
-    else
-        s[0] = __fmaf_rn(g - s[0], k.add_gradient - 1.0f, g);
-    s[1] = __fmaf_rn(g * k.add_square, g, s[1] * k.beta2);
-    float square = s[1];
-    if (rule == RULE_AMSGRAD) /* NaN propagates from either side */
-        square = s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];
-    float root = __fsqrt_rn(square) / k.root_bias2;
-    return p + k.minus_step * s[0] / (root + k.eps);
+    return __fmaf_rn(a, b, c);
 }
 
-__device__ __forceinline__ float sgd_rule(step_rule rule, const step_scalars<float> &k, float p,
-                                          float g, float (&s)[FSDPC_OPTIM_MAX_STATES])
+__device__ __forceinline__ double step_fused(double a, double b, double c)
 {
-    if (k.decay != 0)
-        g = __fmaf_rn(p, k.decay, g);
-    if (rule == RULE_MOMENTUM) {
-        s[0] = k.copy_gradient ? g : __fmaf_rn(g, k.add_gradient, s[0] * k.beta1);
-        g = k.nesterov ? __fmaf_rn(s[0], k.beta1, g) : s[0];
-    }
-    return __fmaf_rn(g, k.minus_step, p);
+    return a * b + c;
 }
 
-template <typename W> __device__ __forceinline__ W sign_of(W x)
+template <typename W> __device__ __forceinline__ W step_fused_by(W a, W b, W c)
 {
-    return x == 0 || x != x ? x : copysign((W)1, x); /* NaN stays NaN */
+    return step_fused(a, b, c);
 }
 
-__device__ __forceinline__ float lion_rule(const step_scalars<float> &k, float p, float g,
-                                           float (&s)[FSDPC_OPTIM_MAX_STATES])
+__device__ __forceinline__ float step_root(float a)
 {
-    float ahead = __fmaf_rn(g, k.add_gradient, s[0] * k.beta1);
-    s[0] = __fmaf_rn(g, k.add_square, s[0] * k.beta2);
-    return __fmaf_rn(sign_of(ahead), k.minus_step, p * k.keep);
+    return __fsqrt_rn(a);
 }
 
-/* -- fp64, without fused operations ------------------------------------------------------------ */
-
-__device__ __forceinline__ double adam_rule(step_rule rule, const step_scalars<double> &k, double p,
-                                            double g, double (&s)[FSDPC_OPTIM_MAX_STATES])
+__device__ __forceinline__ double step_root(double a)
 {
-    if (k.decay != 0)
-        g += k.decay * p;
-    else
-        p *= k.keep;
-    s[0] += k.add_gradient * (g - s[0]);
-    s[1] = k.beta2 * s[1] + k.add_square * g * g;
-    double square = s[1];
-    if (rule == RULE_AMSGRAD)
-        square = s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];
-    return p + k.minus_step * s[0] / (sqrt(square) / k.root_bias2 + k.eps);
+    return sqrt(a);
 }
 
-__device__ __forceinline__ double sgd_rule(step_rule rule, const step_scalars<double> &k, double p,
-                                           double g, double (&s)[FSDPC_OPTIM_MAX_STATES])
+template <typename W> __device__ __forceinline__ W step_sign(W a)
 {
-    if (k.decay != 0)
-        g += k.decay * p;
-    if (rule == RULE_MOMENTUM) {
-        s[0] = k.copy_gradient ? g : k.beta1 * s[0] + k.add_gradient * g;
-        g = k.nesterov ? g + k.beta1 * s[0] : s[0];
-    }
-    return p + k.minus_step * g;
+    return a == 0 || a != a ? a : copysign((W)1, a);
 }
 
-__device__ __forceinline__ double lion_rule(const step_scalars<double> &k, double p, double g,
-                                            double (&s)[FSDPC_OPTIM_MAX_STATES])
+template <typename W> __device__ __forceinline__ W step_most(W a, W b)
 {
-    double ahead = k.beta1 * s[0] + k.add_gradient * g;
-    s[0] = k.beta2 * s[0] + k.add_square * g;
-    return p * k.keep + k.minus_step * sign_of(ahead);
+    return a > b || a != a ? a : b;
 }
 
-template <step_rule RULE, typename W>
-__device__ __forceinline__ W step_rule_apply(const step_scalars<W> &k, W p, W g,
-                                             W (&s)[FSDPC_OPTIM_MAX_STATES])
-{
-    g = g * k.grad_scale;
-    if (RULE == RULE_LION)
-        return lion_rule(k, p, g, s);
-    if (RULE == RULE_SGD || RULE == RULE_MOMENTUM)
-        return sgd_rule(RULE, k, p, g, s);
-    return adam_rule(RULE, k, p, g, s);
-}
+#define STEP_FN __device__ __forceinline__
+#define STEP_SCALARS step_scalars<STEP_REAL>
+#define STEP_REAL float
+#define STEP_VALUE float
+#include "ops/step_rules.h"
+#undef STEP_REAL
+#undef STEP_VALUE
+#define STEP_REAL double
+#define STEP_VALUE double
+#include "ops/step_rules.h"
 
 #endif

@@ -6,7 +6,7 @@
 #include "map.cuh"
 #include "step.cuh"
 
-template <step_rule RULE> struct step_f64_op {
+template <fsdpc_step_rule RULE> struct step_f64_op {
     enum { WIDTH = 1 };
     double *param;
     untyped grad, copy_in;
@@ -26,7 +26,7 @@ template <step_rule RULE> struct step_f64_op {
             s[n] = states[n][i];
         vec<double, 1> p;
         double g = grad.load<1, double>(i).at[0];
-        p.at[0] = param[i] = step_rule_apply<RULE>(k, param[i], g, s);
+        p.at[0] = param[i] = step_by_rule(RULE, &k, param[i], g, s);
 #pragma unroll
         for (int n = 0; n < rule_states(RULE); n++)
             states[n][i] = s[n];
@@ -35,7 +35,7 @@ template <step_rule RULE> struct step_f64_op {
     }
 };
 
-template <step_rule RULE>
+template <fsdpc_step_rule RULE>
 static fsdpc_status step_f64_launch(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     map_buffer buffers[] = {{a->param, sizeof(double)}};
@@ -50,17 +50,12 @@ static fsdpc_status step_f64_launch(const fsdpc_step_args *a, const fsdpc_stream
 
 extern "C" fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *a, fsdpc_stream *stream)
 {
-    switch (rule_of(a)) {
-    case RULE_ADAM:
-        return step_f64_launch<RULE_ADAM>(a, stream);
-    case RULE_AMSGRAD:
-        return step_f64_launch<RULE_AMSGRAD>(a, stream);
-    case RULE_SGD:
-        return step_f64_launch<RULE_SGD>(a, stream);
-    case RULE_MOMENTUM:
-        return step_f64_launch<RULE_MOMENTUM>(a, stream);
-    case RULE_LION:
-        return step_f64_launch<RULE_LION>(a, stream);
+    switch (fsdpc_step_rule_of(a)) {
+#define X(NAME, function, states)                                                                  \
+    case FSDPC_RULE_##NAME:                                                                        \
+        return step_f64_launch<FSDPC_RULE_##NAME>(a, stream);
+        FSDPC_STEP_RULE_TABLE(X)
+#undef X
     }
     return FSDPC_ERR_VALUE;
 }

@@ -82,7 +82,8 @@ OPENED = ("nccl", "cu13", "cublas", "cudnn", "cuda_runtime")
 # nothing else.
 SHARED_WITH_CORE = ("guest/guest.c",
                     "base/crc32c.c", "base/dtype.c", "base/trace.c", "base/wait.c",
-                    "comm/coll_math.c", "comm/comm.c", "ops/flat_check.c", "ops/gemm_gelu.c")
+                    "comm/coll_math.c", "comm/comm.c", "ops/flat_check.c", "ops/gemm_gelu.c",
+                    "ops/optim_table.c")
 
 
 # Of the core, the tests link these, in a flavour of the C tests by what looks at them.

@@ -85,6 +85,7 @@
     X(comm)                                                                                        \
     X(unit)                                                                                        \
     X(plan)                                                                                        \
+    X(optim)                                                                                       \
     X(dry_run)                                                                                     \
     X(clip)                                                                                        \
     X(graph)                                                                                       \

@@ -50,7 +50,7 @@ static param_states *states_of(const fsdpc_optim *optim, size_t i)
 
 static bool has_momentum(const fsdpc_optim *optim, const fsdpc_hyper *hyper)
 {
-    return optim->kind == FSDPC_OPTIM_SGD && hyper->momentum != 0;
+    return fsdpc_optim_table[optim->kind].rule(hyper) == FSDPC_RULE_MOMENTUM;
 }
 
 static fsdpc_status check_units(const fsdpc_optim *optim, const fsdpc_root *root)
@@ -213,13 +213,12 @@ static fsdpc_status check_groups(const fsdpc_optim_graph *graph)
     const fsdpc_optim *optim = graph->optim;
     FSDPC_TRY(check_parameters(graph));
     for (int g = 0; g < graph->n_groups; g++) {
-        const fsdpc_hyper *now = &optim->hypers[g], *then = &graph->hypers[g];
-        if (has_momentum(optim, now) != has_momentum(optim, then) || now->amsgrad != then->amsgrad)
-            return fsdpc_fail(
-                FSDPC_ERR_STATE,
-                "group %d of the optimizer has %s where the captured step was "
-                "otherwise: capture a step again",
-                g, optim->kind == FSDPC_OPTIM_SGD ? "another kind of momentum" : "another amsgrad");
+        const fsdpc_optim_row *row = &fsdpc_optim_table[optim->kind];
+        if (row->rule(&optim->hypers[g]) != row->rule(&graph->hypers[g]))
+            return fsdpc_fail(FSDPC_ERR_STATE,
+                              "group %d of the optimizer steps by another rule of %s than the "
+                              "captured step: capture a step again",
+                              g, row->name);
     }
     return FSDPC_OK;
 }

@@ -1,4 +1,4 @@
-/* Argument checks, and the number and names of an optimizer's states.
+/* Argument checks, and the scalars of an optimizer's step.
  *
  * Plugins also compile this file, so it uses only fsdpc_fail and the dtype table.
  */
@@ -91,32 +91,14 @@ fsdpc_status fsdpc_flat_check_init(const fsdpc_init_args *args)
 
 /* -- optimizers -------------------------------------------------------------------------------- */
 
-int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
-{
-    if (kind == FSDPC_OPTIM_SGD)
-        return hyper->momentum != 0;
-    return kind == FSDPC_OPTIM_LION ? 1 : 2 + hyper->amsgrad;
-}
-
-const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state)
-{
-    static const char *const names[FSDPC_OPTIM_KINDS][FSDPC_OPTIM_MAX_STATES] = {
-        [FSDPC_OPTIM_ADAMW] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-        [FSDPC_OPTIM_ADAM] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-        [FSDPC_OPTIM_SGD] = {"momentum_buffer"},
-        [FSDPC_OPTIM_LION] = {"exp_avg"},
-    };
-    return names[kind][state];
-}
-
 fsdpc_step_scalars fsdpc_step_prepare(const fsdpc_step_args *a)
 {
     const fsdpc_hyper *h = &a->hyper;
-    bool decoupled = a->kind == FSDPC_OPTIM_ADAMW || a->kind == FSDPC_OPTIM_LION;
+    const fsdpc_optim_row *row = &fsdpc_optim_table[a->kind];
     fsdpc_step_scalars k = {
         .grad_scale = h->maximize ? -a->grad_scale : a->grad_scale,
-        .keep = decoupled ? 1 - h->lr * h->weight_decay : 1,
-        .decay = decoupled ? 0 : h->weight_decay,
+        .keep = row->decoupled ? 1 - h->lr * h->weight_decay : 1,
+        .decay = row->decoupled ? 0 : h->weight_decay,
         .beta1 = h->beta1,
         .beta2 = h->beta2,
         .add_gradient = 1 - h->beta1,
@@ -127,13 +109,8 @@ fsdpc_step_scalars fsdpc_step_prepare(const fsdpc_step_args *a)
         .copy_gradient = a->copy_gradient,
         .nesterov = h->nesterov,
     };
-    if (a->kind == FSDPC_OPTIM_SGD) {
-        k.beta1 = h->momentum;
-        k.add_gradient = 1 - h->dampening;
-    } else if (a->kind != FSDPC_OPTIM_LION) {
-        k.root_bias2 = sqrt(1 - pow(h->beta2, (double)a->step));
-        k.minus_step = -(h->lr / (1 - pow(h->beta1, (double)a->step)));
-    }
+    if (row->scalars)
+        row->scalars(h, a->step, &k);
     return k;
 }
 

@@ -43,7 +43,6 @@
 #include "ops/flat_sumsq_body.h"
 #include "ops/flat_magnitude_body.h"
 #include "ops/flat_round_body.h"
-#include "ops/flat_step_rules_body.h"
 #include "ops/flat_step_body.h"
 #include "ops/flat_init_body.h"
 

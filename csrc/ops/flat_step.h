@@ -1,17 +1,8 @@
 /* The arguments of the table's `step`: one optimizer step over a contiguous run of a flat shard.
  *
  * The step is one pass over memory: it reads the gradient, applies pending clipping and unscaling
- * factors, updates parameter and states, and writes the parameter buffer if there is one. The
- * definitions are those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et al.
- * 2023); with g = grad * grad_scale, negated to maximize:
- *
- *     AdamW  p -= lr decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
- *            p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)      bias = 1 - b^step
- *            amsgrad: x = max(x, v) replaces v in the last line
- *     Adam   g += decay p;  the rest as AdamW
- *     SGD    g += decay p;  b = momentum b + (1 - dampening) g, or g the first time;
- *            p -= lr b;  nesterov: p -= lr (g + momentum b);  without momentum: p -= lr g
- *     Lion   p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
+ * factors, updates parameter and states, and writes the parameter buffer if there is one.
+ * ops/optim_table.h defines the optimizers.
  *
  * Arithmetic is fp32 for F32, BF16 and F16 parameters, and fp64 for F64 parameters. Parameters are
  * rounded to nearest even, and the parameter buffer receives the cast of the stored parameter.
@@ -25,33 +16,7 @@
 #define FSDPC_OPS_FLAT_STEP_H
 
 #include "base/dtype.h"
-
-typedef enum fsdpc_optim_kind {
-    FSDPC_OPTIM_ADAMW,
-    FSDPC_OPTIM_ADAM,
-    FSDPC_OPTIM_SGD,
-    FSDPC_OPTIM_LION,
-    FSDPC_OPTIM_KINDS
-} fsdpc_optim_kind;
-
-enum { FSDPC_OPTIM_MAX_STATES = 3 };
-
-/* Each optimizer reads only the fields in its definition. */
-typedef struct fsdpc_hyper {
-    double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
-    bool nesterov, amsgrad, maximize;
-} fsdpc_hyper;
-
-/* A step's scalars in fp64; the arithmetic rounds each to its own precision. */
-typedef struct fsdpc_step_scalars {
-    double grad_scale; /* negative to maximize */
-    double keep;       /* 1 - lr * decay if decay is decoupled */
-    double decay;      /* added to the gradient; 0 if decoupled */
-    double beta1, beta2, add_gradient, add_square, root_bias2, eps;
-    double minus_step; /* -lr; for Adam, divided by its bias correction */
-    uint32_t step;     /* for random bits */
-    bool copy_gradient, nesterov;
-} fsdpc_step_scalars;
+#include "ops/optim_table.h"
 
 typedef struct fsdpc_step_args {
     fsdpc_optim_kind kind;
@@ -80,17 +45,10 @@ typedef struct fsdpc_step_args {
 
 fsdpc_step_scalars fsdpc_step_prepare(const fsdpc_step_args *args);
 
-/* Returns the name, for example "AdamW". */
-static inline const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)
+/* Returns the rule that the hyper-parameters select. */
+static inline fsdpc_step_rule fsdpc_step_rule_of(const fsdpc_step_args *args)
 {
-    static const char *const names[FSDPC_OPTIM_KINDS] = {"AdamW", "Adam", "SGD", "Lion"};
-    return names[kind];
+    return fsdpc_optim_table[args->kind].rule(&args->hyper);
 }
-
-/* Returns the number of states that a step uses: 0 to FSDPC_OPTIM_MAX_STATES. */
-int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper);
-
-/* Returns the name, for example "exp_avg", or NULL if the optimizer has no such state. */
-const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state);
 
 #endif

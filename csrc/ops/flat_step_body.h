@@ -1,14 +1,93 @@
 /* Single-pass optimizer steps, which read the gradient, update parameter and states, and write the
  * parameter buffer.
  *
- * Included by flat_cpu_body.h after the rules. The common case in training has specialised loops
- * (step_run): fp32 states, fp32 or bf16 parameters, and no parameter buffer or one in fp32 or bf16.
- * All other cases are processed block by block in L1 (step_blocks). Dtypes other than fp32 are
- * widened into buffers, stepped there, and written back, so a step is still one pass over memory.
+ * Included by flat_cpu_body.h. The rules (step_rules.h) are computed in fp32 vectors, with scalars
+ * that are computed once in fp64 and rounded to fp32. The common case in training has specialised
+ * loops (step_run): fp32 states, fp32 or bf16 parameters, and no parameter buffer or one in fp32 or
+ * bf16. All other cases are processed block by block in L1 (step_blocks). Dtypes other than fp32
+ * are widened into buffers, stepped there, and written back, so a step is still one pass over
+ * memory.
  *
  * The value copied in is the cast of the stored (rounded) parameter, so parameter buffer and master
  * are `equal` directly after the step.
  */
+
+typedef struct step_scalars {
+#define X(field) float field;
+    FSDPC_STEP_SCALARS(X)
+#undef X
+    bool copy_gradient, nesterov;
+} step_scalars;
+
+static step_scalars step_prepare(const fsdpc_step_args *a)
+{
+    fsdpc_step_scalars k = fsdpc_step_prepare(a);
+    if (a->grad_scale_at)
+        k.grad_scale *= *a->grad_scale_at;
+    return (step_scalars){
+#define X(field) .field = (float)k.field,
+        FSDPC_STEP_SCALARS(X)
+#undef X
+            .copy_gradient = k.copy_gradient,
+        .nesterov = k.nesterov,
+    };
+}
+
+#define STEP_FN FSDPC_INLINE
+#define STEP_REAL float
+#define STEP_VALUE fsdpc_vf
+#define STEP_SCALARS step_scalars
+
+/* Fused on every path: if the compiler's baseline lacks the instruction, the equally exact libm
+ * function is called out of line. */
+#if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
+STEP_FN fsdpc_vf step_fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
+{
+    return fsdpc_vf_fma(a, b, c);
+}
+#else
+static __attribute__((noinline)) fsdpc_vf step_fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
+{
+    for (int i = 0; i < FSDPC_LANES; i++)
+        c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+}
+#endif
+
+STEP_FN fsdpc_vf step_fused_by(fsdpc_vf a, float b, fsdpc_vf c)
+{
+    return step_fused(a, fsdpc_vf_splat(b), c);
+}
+
+STEP_FN fsdpc_vf step_root(fsdpc_vf a)
+{
+    return fsdpc_vf_sqrt(a);
+}
+
+STEP_FN fsdpc_vf step_sign(fsdpc_vf a)
+{
+    fsdpc_vf sign = fsdpc_vf_copysign(fsdpc_vf_splat(1.0f), a);
+    return fsdpc_vf_select((a == 0.0f) | (a != a), a, sign);
+}
+
+STEP_FN fsdpc_vf step_most(fsdpc_vf a, fsdpc_vf b)
+{
+    return fsdpc_vf_select((a > b) | (a != a), a, b);
+}
+
+#include "ops/step_rules.h"
+
+FSDPC_INLINE int rule_states(fsdpc_step_rule rule)
+{
+    switch (rule) {
+#define X(NAME, function, states)                                                                  \
+    case FSDPC_RULE_##NAME:                                                                        \
+        return states;
+        FSDPC_STEP_RULE_TABLE(X)
+#undef X
+    }
+    return 0;
+}
 
 typedef struct step_memory {
     void *param;
@@ -20,7 +99,7 @@ typedef struct step_memory {
 typedef struct step_part_args {
     const fsdpc_step_args *a;
     step_scalars k;
-    step_rule rule;
+    fsdpc_step_rule rule;
     bool stream_copy_in;
 } step_part_args;
 
@@ -29,7 +108,7 @@ typedef struct step_part_args {
 enum { NO_COPY_IN = FSDPC_DTYPE_COUNT };
 
 typedef struct step_kind {
-    step_rule rule;
+    fsdpc_step_rule rule;
     fsdpc_dtype param, grad;
     int copy_in;
     bool stream_copy_in; /* write the parameter buffer past the cache */
@@ -41,21 +120,13 @@ FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, 
                                   step_kind kind, size_t n)
 {
     const int n_states = rule_states(kind.rule);
-    step_states s = {0};
-    if (n_states > 0)
-        s.a = fsdpc_vf_load_n(at->states[0] + i, n);
-    if (n_states > 1)
-        s.b = fsdpc_vf_load_n(at->states[1] + i, n);
-    if (n_states > 2)
-        s.c = fsdpc_vf_load_n(at->states[2] + i, n);
-    fsdpc_vf p = step_rule_apply(kind.rule, k, fsdpc_vf_load_as_n(at->param, i, kind.param, n),
-                                 fsdpc_vf_load_as_n(at->grad, i, kind.grad, n), &s);
-    if (n_states > 0)
-        fsdpc_vf_store_n(at->states[0] + i, s.a, n);
-    if (n_states > 1)
-        fsdpc_vf_store_n(at->states[1] + i, s.b, n);
-    if (n_states > 2)
-        fsdpc_vf_store_n(at->states[2] + i, s.c, n);
+    fsdpc_vf s[FSDPC_OPTIM_MAX_STATES] = {0};
+    for (int state = 0; state < n_states; state++)
+        s[state] = fsdpc_vf_load_n(at->states[state] + i, n);
+    fsdpc_vf p = step_by_rule(kind.rule, k, fsdpc_vf_load_as_n(at->param, i, kind.param, n),
+                              fsdpc_vf_load_as_n(at->grad, i, kind.grad, n), s);
+    for (int state = 0; state < n_states; state++)
+        fsdpc_vf_store_n(at->states[state] + i, s[state], n);
     fsdpc_vf_store_as_n(at->param, i, kind.param, p, n);
     return kind.param == FSDPC_BF16 ? fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(p)) : p;
 }
@@ -87,21 +158,21 @@ FSDPC_INLINE void step_run(const step_memory *memory, const step_scalars *scalar
 
 /* X(rule, parameter, gradient) */
 #define STEP_RUNS(X)                                                                               \
-    X(RULE_ADAM, F32, F32)                                                                         \
-    X(RULE_ADAM, F32, BF16)                                                                        \
-    X(RULE_ADAM, BF16, F32)                                                                        \
-    X(RULE_ADAM, BF16, BF16)                                                                       \
-    X(RULE_SGD, F32, F32)                                                                          \
-    X(RULE_SGD, BF16, F32)                                                                         \
-    X(RULE_MOMENTUM, F32, F32)                                                                     \
-    X(RULE_MOMENTUM, BF16, F32)                                                                    \
-    X(RULE_LION, F32, F32)                                                                         \
-    X(RULE_LION, BF16, F32)
+    X(FSDPC_RULE_ADAM, F32, F32)                                                                   \
+    X(FSDPC_RULE_ADAM, F32, BF16)                                                                  \
+    X(FSDPC_RULE_ADAM, BF16, F32)                                                                  \
+    X(FSDPC_RULE_ADAM, BF16, BF16)                                                                 \
+    X(FSDPC_RULE_SGD, F32, F32)                                                                    \
+    X(FSDPC_RULE_SGD, BF16, F32)                                                                   \
+    X(FSDPC_RULE_MOMENTUM, F32, F32)                                                               \
+    X(FSDPC_RULE_MOMENTUM, BF16, F32)                                                              \
+    X(FSDPC_RULE_LION, F32, F32)                                                                   \
+    X(FSDPC_RULE_LION, BF16, F32)
 
 #define STEP_CASE(rule, param, grad)                                                               \
     ((int)(rule)*FSDPC_DTYPE_COUNT * FSDPC_DTYPE_COUNT + FLAT_PAIR(param, grad))
 
-static bool step_has_run(const fsdpc_step_args *a, step_rule rule)
+static bool step_has_run(const fsdpc_step_args *a, fsdpc_step_rule rule)
 {
     if (a->state_dtype != FSDPC_F32 && rule_states(rule) > 0)
         return false;
@@ -118,7 +189,7 @@ static bool step_has_run(const fsdpc_step_args *a, step_rule rule)
 }
 
 FSDPC_INLINE void step_copied_in(const step_part_args *args, size_t begin, size_t end,
-                                 step_rule rule, fsdpc_dtype param, fsdpc_dtype grad)
+                                 fsdpc_step_rule rule, fsdpc_dtype param, fsdpc_dtype grad)
 {
     const fsdpc_step_args *a = args->a;
     const step_memory at = {a->param, a->grad, {a->states[0], a->states[1]}, a->copy_in};
@@ -162,18 +233,15 @@ static float *widened(float *buffer, const void *base, fsdpc_dtype dtype, size_t
     return buffer;
 }
 
-static void step_block(step_rule rule, const step_memory *at, const step_scalars *k, size_t n)
+static void step_block(fsdpc_step_rule rule, const step_memory *at, const step_scalars *k, size_t n)
 {
     switch (rule) {
-#define X(R)                                                                                       \
-    case R:                                                                                        \
-        step_run(at, k, 0, n, (step_kind){R, FSDPC_F32, FSDPC_F32, NO_COPY_IN, false});            \
+#define X(NAME, function, states)                                                                  \
+    case FSDPC_RULE_##NAME:                                                                        \
+        step_run(at, k, 0, n,                                                                      \
+                 (step_kind){FSDPC_RULE_##NAME, FSDPC_F32, FSDPC_F32, NO_COPY_IN, false});         \
         break;
-        X(RULE_ADAM)
-        X(RULE_AMSGRAD)
-        X(RULE_SGD)
-        X(RULE_MOMENTUM)
-        X(RULE_LION)
+        FSDPC_STEP_RULE_TABLE(X)
 #undef X
     }
 }
@@ -228,7 +296,7 @@ static void step_f64_part(void *arg, size_t begin, size_t end)
 static fsdpc_status flat_step(const fsdpc_step_args *a, fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_step(a));
-    step_part_args args = {a, step_prepare(a), rule_of(a),
+    step_part_args args = {a, step_prepare(a), fsdpc_step_rule_of(a),
                            a->copy_in && can_stream(a->copy_in, a->numel)};
     fsdpc_flat_range_fn part = step_blocks_part;
     if (a->param_dtype == FSDPC_F64)

@@ -2164,29 +2164,21 @@ class Unit:
     def take_options(self, other: Unit, /) -> None:
         """Copy the settings of the unit that this one replaces."""
 
+def optimizers() -> dict[str, tuple[str, int]]:
+    """Return the table of optimizers: the options of each, and its number of states by default."""
+
 class Optimizer:
-    """Updates flat shards with AdamW, Adam, SGD or Lion."""
+    """Updates flat shards by a row of the table of optimizers."""
 
     def __init__(self, kind: str, state_dtype: DTypeLike = None, seed: int = 0) -> None: ...
     def add(self, unit: Unit, i: int, group: int, /) -> None:
         """Add a unit's parameter."""
     def take_number(self) -> int:
         """Return an index for a parameter that belongs to no unit."""
-    def set_hyper(
-        self,
-        group: int,
-        *,
-        lr: float = 0.0,
-        betas: tuple[float, float] = (0.0, 0.0),
-        eps: float = 0.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        nesterov: bool = False,
-        amsgrad: bool = False,
-        maximize: bool = False,
-    ) -> None:
-        """Set a group's options; options that are omitted become 0."""
+    def check(self, **options: Any) -> None:
+        """Raise if an option is out of range, or if two contradict each other."""
+    def set_hyper(self, group: int, /, **options: Any) -> None:
+        """Set a group's options after checking them; options that are omitted become 0."""
     def step(self) -> None:
         """Make one update; collective."""
     def step_alone(

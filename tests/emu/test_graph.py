@@ -66,7 +66,7 @@ WAITS = "RuntimeError: the host asks for a value of the GPU inside a captured st
     ("with_loaded_weights", "RuntimeError: the weights of unit 'Perceptron' were written since"),
     ("with_a_frozen_weight", "RuntimeError: settings of unit 'Perceptron' (requires_grad, set_..."),
     ("with_other_counts", "RuntimeError: step counts of the optimizer's group 0 were set since"),
-    ("with_amsgrad", "RuntimeError: group 0 of the optimizer has another amsgrad"),
+    ("with_amsgrad", "RuntimeError: group 0 of the optimizer steps by another rule of AdamW"),
     ("entered twice", "RuntimeError: this step was captured already"),
     ("never entered", "RuntimeError: replay() of a step that was not captured"),
     ("not sharded", "TypeError: graph_step() takes a sharded model, got Linear: call"),

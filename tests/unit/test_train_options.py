@@ -92,7 +92,7 @@ def test_a_configuration_that_is_none(text: str, why: str, tmp_path: Path) -> No
     [
         (["--decay", 3], "--decay is of the WSD schedules"),
         (["--betas", 2, 3], "--betas must be in [0, 1)"),
-        (["--betas", 0.9, 0.9, "--optimizer", "sgd"], "SGD has none"),
+        (["--betas", 0.9, 0.9, "--optimizer", "sgd"], "sgd has none"),
         (["--stabilize", "--dtype", "fp16"], "does not go with fp16"),
         (["--eval-every", 0], "--eval-every must be at least 1"),
         (["--min-lr-ratio", 2], "must be in [0, 1]"),

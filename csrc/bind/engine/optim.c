@@ -6,6 +6,8 @@
  */
 #include "bind/engine.h"
 
+#include <math.h>
+
 #include "ops/flat_ops.h"
 
 typedef struct py_optimizer {
@@ -21,15 +23,12 @@ static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     PyObject *dtype_object = NULL;
     unsigned long long seed = 0;
     fsdpc_dtype dtype = FSDPC_F32;
-    int kind = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|OK", names, &name, &dtype_object, &seed) ||
         fsdpc_py_dtype_optional(dtype_object, &dtype) < 0)
         return NULL;
-    while (kind < FSDPC_OPTIM_KINDS && strcmp(fsdpc_optim_kind_name(kind), name) != 0)
-        kind++;
+    int kind = fsdpc_optim_find(name);
     if (kind == FSDPC_OPTIM_KINDS)
-        return PyErr_Format(PyExc_ValueError, "optimizers are AdamW, Adam, SGD and Lion, got '%s'",
-                            name);
+        return PyErr_Format(PyExc_ValueError, "there is no element-wise optimizer '%s'", name);
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
     if (!runtime)
         return NULL;
@@ -122,18 +121,107 @@ static PyObject *optimizer_take_number(PyObject *object, PyObject *Py_UNUSED(unu
     return PyLong_FromUnsignedLong(fsdpc_optim_take_number(((py_optimizer *)object)->optim));
 }
 
+/* ---- options ---- */
+
+/* Reads an option into its field; returns -1 with an exception if it is no number or out of its
+ * range. */
+static int read_option(const fsdpc_hyper_field *field, PyObject *value, fsdpc_hyper *out)
+{
+    unsigned char *to = (unsigned char *)out + field->offset;
+    if (field->flag) {
+        int flag = PyObject_IsTrue(value);
+        *(bool *)to = flag > 0;
+        return flag < 0 ? -1 : 0;
+    }
+    double number = PyFloat_AsDouble(value);
+    if (number == -1 && PyErr_Occurred()) {
+        PyErr_Format(PyExc_TypeError, "%s must be a number, got %R", field->name, value);
+        return -1;
+    }
+    if (!isfinite(number) || number < field->lowest || number >= field->below) {
+        PyErr_Format(PyExc_ValueError, "%s is out of range: %R", field->name, value);
+        return -1;
+    }
+    *(double *)to = number;
+    return 0;
+}
+
+/* Reads the pair (beta1, beta2). */
+static int read_betas(PyObject *value, fsdpc_hyper *out)
+{
+    PyObject *pair = PySequence_Tuple(value);
+    int status = pair && PyTuple_GET_SIZE(pair) == 2 ? 0 : -1;
+    for (int i = 0; status == 0 && i < 2; i++)
+        status = read_option(fsdpc_hyper_find(i == 0 ? "beta1" : "beta2"),
+                             PyTuple_GET_ITEM(pair, i), out);
+    Py_XDECREF(pair);
+    if (status == 0)
+        return 0;
+    bool range = PyErr_ExceptionMatches(PyExc_ValueError);
+    PyErr_Clear();
+    PyErr_Format(range ? PyExc_ValueError : PyExc_TypeError,
+                 range ? "betas is out of range: %R" : "betas must be two numbers, got %R", value);
+    return -1;
+}
+
+/* Reads the options of one group; those that are not given become 0. */
+static int read_options(const py_optimizer *self, PyObject *options, fsdpc_hyper *out)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    char why[160] = "";
+    while (options && PyDict_Next(options, &at, &key, &value)) {
+        const char *name = PyUnicode_AsUTF8(key);
+        if (!name)
+            return -1;
+        bool betas = strcmp(name, "betas") == 0;
+        if (!fsdpc_optim_reads(self->kind, betas ? "beta1" : name)) {
+            PyErr_Format(PyExc_TypeError, "%s has no option '%s'",
+                         fsdpc_optim_kind_name(self->kind), name);
+            return -1;
+        }
+        if ((betas ? read_betas(value, out) : read_option(fsdpc_hyper_find(name), value, out)) < 0)
+            return -1;
+    }
+    const fsdpc_optim_row *row = &fsdpc_optim_table[self->kind];
+    if (row->refuse)
+        row->refuse(out, why, sizeof why);
+    if (why[0])
+        PyErr_SetString(PyExc_ValueError, why);
+    return why[0] ? -1 : 0;
+}
+
+static PyObject *optimizer_check(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    fsdpc_hyper hyper = {0};
+    if (!PyArg_ParseTuple(args, "") || read_options((py_optimizer *)object, kwargs, &hyper) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    FSDPC_PY_KEYWORDS(names, "group", "lr", "betas", "eps", "weight_decay", "momentum", "dampening",
-                      "nesterov", "amsgrad", "maximize");
-    int group, nesterov = 0, amsgrad = 0, maximize = 0;
-    fsdpc_hyper h = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$d(dd)ddddppp", names, &group, &h.lr,
-                                     &h.beta1, &h.beta2, &h.eps, &h.weight_decay, &h.momentum,
-                                     &h.dampening, &nesterov, &amsgrad, &maximize))
+    int group;
+    fsdpc_hyper hyper = {0};
+    if (!PyArg_ParseTuple(args, "i", &group) ||
+        read_options((py_optimizer *)object, kwargs, &hyper) < 0)
         return NULL;
-    h.nesterov = nesterov != 0, h.amsgrad = amsgrad != 0, h.maximize = maximize != 0;
-    return fsdpc_py_none(fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &h));
+    return fsdpc_py_none(fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &hyper));
+}
+
+static PyObject *optimizers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    PyObject *rows = PyDict_New();
+    for (int kind = 0; rows && kind < FSDPC_OPTIM_KINDS; kind++) {
+        const fsdpc_optim_row *row = &fsdpc_optim_table[kind];
+        fsdpc_hyper hyper = {0};
+        int states = fsdpc_optim_states((fsdpc_optim_kind)kind, &hyper);
+        PyObject *entry = Py_BuildValue("(si)", row->hypers, states);
+        if (!entry || PyDict_SetItemString(rows, row->name, entry) < 0)
+            Py_CLEAR(rows);
+        Py_XDECREF(entry);
+    }
+    return rows;
 }
 
 static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
@@ -358,6 +446,7 @@ static PyObject *optimizer_set_step_count(PyObject *object, PyObject *args)
 static PyMethodDef optimizer_methods[] = {
     FSDPC_PY_METHOD(Optimizer, add, optimizer_add, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, take_number, optimizer_take_number, METH_NOARGS),
+    FSDPC_PY_METHOD(Optimizer, check, optimizer_check, METH_VARARGS | METH_KEYWORDS),
     FSDPC_PY_METHOD(Optimizer, set_hyper, optimizer_set_hyper, METH_VARARGS | METH_KEYWORDS),
     FSDPC_PY_METHOD(Optimizer, step, optimizer_step, METH_NOARGS),
     FSDPC_PY_METHOD(Optimizer, step_alone, optimizer_step_alone, METH_VARARGS),
@@ -382,3 +471,8 @@ static PyType_Slot optimizer_slots[] = {
 };
 
 FSDPC_PY_TYPE(optimizer, Optimizer, py_optimizer, Py_TPFLAGS_HAVE_GC, optimizer_slots);
+
+PyMethodDef fsdpc_py_optim_functions[] = {
+    FSDPC_PY_FUNCTION(optimizers, optimizers, METH_NOARGS),
+    {NULL, NULL, 0, NULL},
+};

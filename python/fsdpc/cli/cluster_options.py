@@ -13,8 +13,9 @@ from typing import Any
 from fsdpc import models
 from fsdpc.cli.arguments import Parser
 from fsdpc.cli.train import make_model
-from fsdpc.cli.train_options import DTYPES, OPTIMIZERS, add_choice, add_number
+from fsdpc.cli.train_options import DTYPES, add_choice, add_number
 from fsdpc.models.config import ModelConfig, of_transformers
+from fsdpc.optim import BY_NAME
 
 
 def cluster_parser(
@@ -56,7 +57,7 @@ def cluster_parser(
     model.add_argument(
         "--lora-targets", metavar="NAMES", help="layers that get one (default: all-linear)"
     )
-    add_choice(model, "--optimizer", OPTIMIZERS, "adamw", "optimizer")
+    add_choice(model, "--optimizer", BY_NAME, "adamw", "optimizer")
     p.set_defaults(lora_alpha=None, checkpoint_activations=None)
     return p
 

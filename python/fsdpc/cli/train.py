@@ -20,7 +20,6 @@ from fsdpc.cli.train_checkpoint import TrainCheckpoints
 from fsdpc.cli.train_config import as_toml, changes, kept_options, parse
 from fsdpc.cli.train_options import (
     DTYPES,
-    OPTIMIZERS,
     STATE_DTYPES,
     check,
     checkpoint_choice,
@@ -40,7 +39,7 @@ from fsdpc.monitor.plots import LivePlot
 from fsdpc.monitor.profiler import ProfiledSteps
 from fsdpc.monitor.stabilizer import TrainingStabilizer
 from fsdpc.nn import deferred_init
-from fsdpc.optim import Optimizer
+from fsdpc.optim import BY_NAME, Optimizer
 from fsdpc.optim.lr_scheduler import LRScheduler
 from fsdpc.planning.memory_plan import MemoryPlan, memory_plan
 from fsdpc.sharding.activation import checkpoint_activations
@@ -280,9 +279,10 @@ class Trainer:
             {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        choice = OPTIMIZERS[o.optimizer]
-        betas = {"betas": tuple(o.betas or choice.betas)} if choice.betas else {}
-        return model, choice.make(groups, lr=o.lr, state_dtype=STATE_DTYPES[o.state_dtype], **betas)
+        make = BY_NAME[o.optimizer]
+        given = {"lr": o.lr, **({"betas": tuple(o.betas)} if o.betas else {})}
+        options = {**make._USUAL, **given, "state_dtype": STATE_DTYPES[o.state_dtype]}
+        return model, make(groups, **options)
 
     def run(self) -> None:
         """Train, validate, write metrics and print a sample."""

@@ -18,7 +18,6 @@ from fsdpc.cli.train_options import (
     FIXED,
     FLAGS,
     KEPT,
-    OPTIMIZERS,
     SWITCHES,
     parser,
     usual_decay,
@@ -26,6 +25,7 @@ from fsdpc.cli.train_options import (
 )
 from fsdpc.display.text import as_name, as_text
 from fsdpc.lora import ALL_LINEAR
+from fsdpc.optim import BY_NAME
 from fsdpc.sharding.offload import OffloadPolicy
 
 _PATHS = ("data", "tokenizer", "init_from")
@@ -138,11 +138,11 @@ def changes(content: Mapping[str, Any], now: Mapping[str, Any], ranks: int) -> s
 def _used(name: str, options: Mapping[str, Any]) -> Any:
     """Return an option's value, or its effective default if that depends on other options."""
     value, steps = options[name], options.get("steps")
-    choice = OPTIMIZERS.get(options.get("optimizer", ""))
+    optimizer = BY_NAME.get(options.get("optimizer", ""))
     if value is not None:
         return value
-    if name == "betas" and choice is not None and choice.betas:
-        return list(choice.betas)
+    if name == "betas" and optimizer is not None and "betas" in optimizer._USUAL:
+        return list(optimizer._USUAL["betas"])
     if name == "warmup" and isinstance(steps, int):
         return usual_warmup(steps)
     wsd = str(options.get("schedule")).startswith("wsd")

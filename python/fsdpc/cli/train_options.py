@@ -6,10 +6,9 @@ import argparse
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdpc import _core, models
 from fsdpc.cli import train_pretrained, train_tokens
@@ -20,7 +19,7 @@ from fsdpc.distributed.environment import check_ranks
 from fsdpc.launching.elastic import share_batch
 from fsdpc.monitor import plots
 from fsdpc.monitor.loggers import read_words
-from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
+from fsdpc.optim import BY_NAME, Optimizer
 from fsdpc.optim.lr_scheduler import LRScheduler, schedule_by_name
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import CLASSES, OffloadPolicy
@@ -292,22 +291,6 @@ def _true_false_number(text: str) -> bool | int:
     return known.get(text.lower(), int(text) if text.isdigit() else 0)
 
 
-class Choice(NamedTuple):
-    """An optimizer's constructor, its usual learning rate, and its betas if it has any."""
-
-    make: Callable[..., Optimizer]
-    lr: float
-    betas: tuple[float, float] | None
-
-
-OPTIMIZERS = {
-    "adamw": Choice(AdamW, 1.5e-3, (0.9, 0.95)),
-    "adam": Choice(Adam, 1.5e-3, (0.9, 0.95)),
-    "sgd": Choice(partial(SGD, momentum=0.9), 0.1, None),
-    "lion": Choice(Lion, 3e-4, (0.9, 0.99)),
-}
-
-
 SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
 
 
@@ -336,13 +319,15 @@ def make_schedule(options: argparse.Namespace, optimizer: Optimizer) -> LRSchedu
 
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     optim = p.add_argument_group("optimizer")
-    add_choice(optim, "--optimizer", OPTIMIZERS, "adamw", "")
+    usual = ((name, each._USUAL.get("betas")) for name, each in BY_NAME.items())
+    betas = [(name, pair) for name, pair in usual if pair]
+    add_choice(optim, "--optimizer", BY_NAME, "adamw", "")
     optim.add_argument(
         "--lr",
         type=float,
         metavar="X",
         help="peak learning rate (default: "
-        + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items())
+        + ", ".join(f"{each._USUAL['lr']:g} for {name}" for name, each in BY_NAME.items())
         + ")",
     )
     add_choice(optim, "--schedule", SCHEDULES, "cosine", "what the learning rate does after the "
@@ -359,7 +344,7 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
         type=float,
         nargs=2,
         metavar="X",
-        help="of AdamW, Adam (default: 0.9 0.95) and Lion (0.9 0.99)",
+        help="(default: " + ", ".join(f"{b[0]} {b[1]} for {name}" for name, b in betas) + ")",
     )
     add_number(optim, "--weight-decay", 0.1, "for tensors of two or more dimensions")
     add_number(optim, "--clip", 1.0, "largest global norm of gradients")
@@ -378,7 +363,7 @@ def check_values(options: argparse.Namespace) -> None:
     if options.seed >= 2**63:
         raise ValueError(f"--seed must be below 2^63, got {options.seed}")
     if options.lr is None:
-        options.lr = OPTIMIZERS[options.optimizer].lr
+        options.lr = BY_NAME[options.optimizer]._USUAL["lr"]
     _check_schedule(options)
     for name in ("lr", "clip"):
         if not getattr(options, name) > 0:
@@ -404,8 +389,8 @@ def _check_schedule(options: argparse.Namespace) -> None:
     if not 0 <= options.min_lr_ratio <= 1:
         raise ValueError(f"--min-lr-ratio must be in [0, 1], got {options.min_lr_ratio}")
     if options.betas is not None:
-        if options.optimizer == "sgd":
-            raise ValueError("--betas: SGD has none")
+        if "betas" not in BY_NAME[options.optimizer]._USUAL:
+            raise ValueError(f"--betas: {options.optimizer} has none")
         if not all(0 <= beta < 1 for beta in options.betas):
             raise ValueError(f"--betas must be in [0, 1), got {options.betas}")
     if options.stabilize and options.dtype == "fp16":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fsdpc.optim.optimizer import Optimizer, bounded, check_betas
+from fsdpc.optim.optimizer import Optimizer
 
 
 class AdamW(Optimizer):
@@ -55,6 +55,7 @@ class AdamW(Optimizer):
     """
 
     _KIND = "AdamW"
+    _USUAL = {"lr": 1.5e-3, "betas": (0.9, 0.95)}
 
     def __init__(
         self,
@@ -72,10 +73,6 @@ class AdamW(Optimizer):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
                         amsgrad=amsgrad, maximize=maximize)  # fmt: skip
         super().__init__(params, defaults, state_dtype=state_dtype, seed=seed)
-
-    def _check(self, group: dict[str, Any]) -> None:
-        bounded(group, "lr", "eps", "weight_decay")
-        check_betas(group)
 
 
 class Adam(AdamW):

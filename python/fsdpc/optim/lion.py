@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fsdpc.optim.optimizer import Optimizer, bounded, check_betas
+from fsdpc.optim.optimizer import Optimizer
 
 
 class Lion(Optimizer):
@@ -42,6 +42,7 @@ class Lion(Optimizer):
     """
 
     _KIND = "Lion"
+    _USUAL = {"lr": 3e-4, "betas": (0.9, 0.99)}
 
     def __init__(
         self,
@@ -56,7 +57,3 @@ class Lion(Optimizer):
     ) -> None:
         defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, state_dtype=state_dtype, seed=seed)
-
-    def _check(self, group: dict[str, Any]) -> None:
-        bounded(group, "lr", "weight_decay")
-        check_betas(group)

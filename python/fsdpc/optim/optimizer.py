@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +35,8 @@ class Optimizer:
     (True, 0.1)
     """
 
-    _KIND = ""
+    _KIND = ""  # the row of the engine's table
+    _USUAL: dict[str, Any] = {}  # options of `fsdpc train` other than the defaults
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Optimizer:
         params = given["params"]
         params = [params] if isinstance(params, _core.Tensor) else list(params)
         group = {**self._defaults, **given, "params": params}
-        self._check(group)
+        self._core.check(**self._options(group))
         for i, entry in enumerate(group["params"]):
             name, p = entry if isinstance(entry, tuple) else (None, entry)
             if not isinstance(p, Parameter):
@@ -119,8 +119,8 @@ class Optimizer:
     def _params(self) -> Iterator[Parameter]:
         return (p for group in self.param_groups for p in group["params"])
 
-    def _check(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError("an optimizer says what its options may be")
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in self._defaults}
 
     def _refuse_strays(self) -> None:
         """Raise if ranks would train their own copies of some parameters next to sharded ones."""
@@ -146,8 +146,7 @@ class Optimizer:
 
     def _set_options(self) -> None:
         for i, group in enumerate(self.param_groups):
-            self._check(group)
-            self._core.set_hyper(i, **{name: group[name] for name in self._defaults})
+            self._core.set_hyper(i, **self._options(group))
 
     # ---- training ----
 
@@ -326,26 +325,3 @@ class _Plain:
         self.step = 0
         self.momentum = False
         self.states: dict[str, _core.Tensor] = {}
-
-
-def bounded(group: dict[str, Any], *names: str, low: float | None = 0.0) -> None:
-    """Raise if an option is not a finite number or is below ``low``."""
-    for name in names:
-        value = group[name]
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name} must be a number, got {value!r}") from None
-        if not math.isfinite(number) or (low is not None and number < low):
-            raise ValueError(f"{name} is out of range: {value}")
-
-
-def check_betas(group: dict[str, Any]) -> None:
-    """Raise unless betas is a pair of numbers in [0, 1)."""
-    betas = group["betas"]
-    try:
-        first, second = (float(beta) for beta in betas)
-    except (TypeError, ValueError):
-        raise TypeError(f"betas must be two numbers, got {betas!r}") from None
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise ValueError(f"betas is out of range: {betas}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fsdpc.optim.optimizer import Optimizer, bounded
+from fsdpc.optim.optimizer import Optimizer
 
 
 class SGD(Optimizer):
@@ -41,6 +41,7 @@ class SGD(Optimizer):
     """
 
     _KIND = "SGD"
+    _USUAL = {"lr": 0.1, "momentum": 0.9}
 
     def __init__(
         self,
@@ -58,12 +59,3 @@ class SGD(Optimizer):
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
                         nesterov=nesterov, maximize=maximize)  # fmt: skip
         super().__init__(params, defaults, state_dtype=state_dtype, seed=seed)
-
-    def _check(self, group: dict[str, Any]) -> None:
-        bounded(group, "lr", "momentum", "weight_decay")
-        bounded(group, "dampening", low=None)
-        if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
-            raise ValueError(
-                f"nesterov needs momentum and no dampening, got momentum {group['momentum']} and "
-                f"dampening {group['dampening']}"
-            )

@@ -24,7 +24,7 @@ from fsdpc.sharding.wrap import WrapPolicy, by_name, units_by
 from fsdpc.tensors.device import DEVICES, check_device, get_default_device
 
 #: Number of states per parameter that an optimizer keeps by default (SGD: 0 without momentum).
-STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
+STATES = {name.lower(): states for name, (_, states) in _core.optimizers().items()}
 
 
 class HostGroup(NamedTuple):

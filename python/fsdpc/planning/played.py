@@ -24,10 +24,6 @@ from fsdpc.sharding import rules
 from fsdpc.sharding.fully_shard import fully_shard
 from fsdpc.sharding.mesh import DeviceMesh
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion, "sgd": optim.SGD,
-}  # fmt: skip
-
 _STEPS = 3  # the first records; the second is the first to replay the record
 
 
@@ -99,7 +95,7 @@ def play_step(
         with Snapshot(model):
             try:
                 group._world = _core.Comm(0, mesh[0] * mesh[1], None)
-                return _play(model, shape, mesh, options, OPTIMIZERS[optimizer], accumulate)
+                return _play(model, shape, mesh, options, optim.BY_NAME[optimizer], accumulate)
             finally:
                 group._world = world
                 for m, cls in classes:

@@ -20,7 +20,7 @@ from fsdpc.display.svg import size
 from fsdpc.nn.module import Module
 from fsdpc.planning.clock import Clock, Network
 from fsdpc.planning.memory_plan import STATES, MemoryPlan, groups_on_hosts, memory_plan
-from fsdpc.planning.played import OPTIMIZERS, Played, play_step
+from fsdpc.planning.played import Played, play_step
 from fsdpc.planning.timeline import Comparison, Timeline, of_clock
 from fsdpc.sharding import rules
 from fsdpc.sharding.offload import OffloadPolicy
@@ -41,7 +41,7 @@ class SimulateOptions:
         By default the strategy's usual mesh; hybrid strategies shard within a host.
     reshard_after_forward, plan, mp_policy : optional
         As in :func:`fsdpc.fully_shard`; by default each of the model's ``blocks()`` is a unit.
-    optimizer : {"adamw", "adam", "lion", "sgd"}
+    optimizer : str, default "adamw"
     accumulate : int, default 1
         Micro-steps per step; each of them reduces gradients.
     device : {"cpu", "cuda"}, optional
@@ -96,8 +96,8 @@ class SimulateOptions:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer '{self.optimizer}': one of {', '.join(OPTIMIZERS)}")
+        if self.optimizer not in STATES:
+            raise ValueError(f"optimizer '{self.optimizer}': one of {', '.join(STATES)}")
         _check_positive(
             accumulate=self.accumulate,
             local_bandwidth=self.local_bandwidth,

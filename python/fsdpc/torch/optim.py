@@ -59,7 +59,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         group = self.param_groups[index]
-        _check(group)
+        self._core.check(**self._options(group))
         for p in group["params"]:
             info = getattr(p, "fsdpc", None)
             if not isinstance(info, ShardInfo):
@@ -80,8 +80,10 @@ class FlatOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__} with {_DECOUPLED}={group[_DECOUPLED]}, as in a state "
                     "that was loaded: AdamW decouples weight decay, and Adam does not"
                 )
-            options = {key: _plain(group[key]) for key in self._hypers}
-            self._core.set_hyper(i, **options)
+            self._core.set_hyper(i, **self._options(group))
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {key: _plain(group[key]) for key in self._hypers}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -268,8 +270,6 @@ class SGD(FlatOptimizer):
         unknown = set(options) - {"maximize", "foreach", "differentiable", "fused"}
         if unknown:
             raise TypeError(f"SGD has no options {sorted(unknown)}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("nesterov needs a momentum and zero dampening")
         super().__init__(params, {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": False, "foreach": None, "differentiable": False,
@@ -281,11 +281,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(map(float, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _check(group: dict[str, Any]) -> None:
-    bounds = {name: float(group.get(name, 0)) >= 0 for name in ("lr", "eps", "weight_decay")}
-    bounds["betas"] = all(0 <= b < 1 for b in group.get("betas", ()))
-    for name, fine in bounds.items():
-        if not fine:
-            raise ValueError(f"{name} is out of range: {group[name]}")

@@ -1,0 +1,125 @@
+/* The rows of the table of optimizers.
+ *
+ * A new element-wise optimizer is a row here and, unless an existing rule serves it, a rule in
+ * step_rules.h. States keep their place in a row whatever the hyper-parameters are, and a step uses
+ * the first ones.
+ */
+#include "ops/optim_table.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- AdamW and Adam ---- */
+
+static fsdpc_step_rule adam_rule(const fsdpc_hyper *hyper)
+{
+    return hyper->amsgrad ? FSDPC_RULE_AMSGRAD : FSDPC_RULE_ADAM;
+}
+
+static void adam_scalars(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k)
+{
+    k->root_bias2 = sqrt(1 - pow(hyper->beta2, (double)step));
+    k->minus_step = -(hyper->lr / (1 - pow(hyper->beta1, (double)step)));
+}
+
+/* ---- SGD ---- */
+
+static fsdpc_step_rule sgd_rule(const fsdpc_hyper *hyper)
+{
+    return hyper->momentum != 0 ? FSDPC_RULE_MOMENTUM : FSDPC_RULE_SGD;
+}
+
+static void sgd_scalars(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k)
+{
+    (void)step;
+    k->beta1 = hyper->momentum;
+    k->add_gradient = 1 - hyper->dampening;
+}
+
+static void sgd_refuse(const fsdpc_hyper *hyper, char *why, size_t bytes)
+{
+    if (hyper->nesterov && (hyper->momentum == 0 || hyper->dampening != 0))
+        snprintf(why, bytes,
+                 "nesterov needs momentum and no dampening, got momentum %g and dampening %g",
+                 hyper->momentum, hyper->dampening);
+}
+
+/* ---- Lion ---- */
+
+static fsdpc_step_rule lion_rule(const fsdpc_hyper *hyper)
+{
+    (void)hyper;
+    return FSDPC_RULE_LION;
+}
+
+/* ---- The table ---- */
+
+const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
+    [FSDPC_OPTIM_ADAMW] = {.name = "AdamW",
+                           .hypers = "lr beta1 beta2 eps weight_decay amsgrad maximize ",
+                           .states = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+                           .rule = adam_rule,
+                           .decoupled = true,
+                           .scalars = adam_scalars},
+    [FSDPC_OPTIM_ADAM] = {.name = "Adam",
+                          .hypers = "lr beta1 beta2 eps weight_decay amsgrad maximize ",
+                          .states = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+                          .rule = adam_rule,
+                          .scalars = adam_scalars},
+    [FSDPC_OPTIM_SGD] = {.name = "SGD",
+                         .hypers = "lr momentum dampening weight_decay nesterov maximize ",
+                         .states = {"momentum_buffer"},
+                         .rule = sgd_rule,
+                         .scalars = sgd_scalars,
+                         .refuse = sgd_refuse},
+    [FSDPC_OPTIM_LION] = {.name = "Lion",
+                          .hypers = "lr beta1 beta2 weight_decay maximize ",
+                          .states = {"exp_avg"},
+                          .rule = lion_rule,
+                          .decoupled = true},
+};
+
+int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
+{
+    static const int states[] = {
+#define X(NAME, function, count) [FSDPC_RULE_##NAME] = (count),
+        FSDPC_STEP_RULE_TABLE(X)
+#undef X
+    };
+    return states[fsdpc_optim_table[kind].rule(hyper)];
+}
+
+int fsdpc_optim_find(const char *name)
+{
+    int kind = 0;
+    while (kind < FSDPC_OPTIM_KINDS && strcmp(fsdpc_optim_table[kind].name, name) != 0)
+        kind++;
+    return kind;
+}
+
+bool fsdpc_optim_reads(fsdpc_optim_kind kind, const char *field)
+{
+    size_t length = strlen(field);
+    const char *at = fsdpc_optim_table[kind].hypers;
+    for (; at && *at; at = strchr(at, ' ') + 1) {
+        if (strncmp(at, field, length) == 0 && at[length] == ' ')
+            return true;
+    }
+    return false;
+}
+
+const fsdpc_hyper_field *fsdpc_hyper_find(const char *name)
+{
+    static const fsdpc_hyper_field fields[] = {
+#define X(type, field, lowest, below)                                                              \
+    {#field, offsetof(fsdpc_hyper, field), sizeof(type) == sizeof(bool), lowest, below},
+        FSDPC_HYPER_TABLE(X)
+#undef X
+    };
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+        if (strcmp(fields[i].name, name) == 0)
+            return &fields[i];
+    }
+    return NULL;
+}

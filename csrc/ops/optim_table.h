@@ -1,0 +1,111 @@
+/* The table of element-wise optimizers: what each reads, keeps and computes.
+ *
+ * An optimizer is a row of optim_table.c. The engine, the checks, the memory plan and both
+ * frontends read the row; kernels read only the rule that it selects (step_rules.h). The
+ * definitions are those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et
+ * al. 2023); with g = grad * grad_scale, negated to maximize:
+ *
+ *     AdamW    p -= lr decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+ *              p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)      bias = 1 - b^step
+ *              amsgrad: x = max(x, v) replaces v in the last line
+ *     Adam     g += decay p;  the rest as AdamW
+ *     SGD      g += decay p;  b = momentum b + (1 - dampening) g, or g the first time;
+ *              p -= lr b;  nesterov: p -= lr (g + momentum b);  without momentum: p -= lr g
+ *     Lion     p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
+ */
+#ifndef FSDPC_OPS_OPTIM_TABLE_H
+#define FSDPC_OPS_OPTIM_TABLE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ops/step_rules.h"
+
+typedef enum fsdpc_optim_kind {
+    FSDPC_OPTIM_ADAMW,
+    FSDPC_OPTIM_ADAM,
+    FSDPC_OPTIM_SGD,
+    FSDPC_OPTIM_LION,
+    FSDPC_OPTIM_KINDS
+} fsdpc_optim_kind;
+
+enum { FSDPC_OPTIM_MAX_STATES = 3 };
+
+/* X(type, field, lowest, below): the range of a hyper-parameter is [lowest, below). Numbers must
+ * also be finite. */
+#define FSDPC_HYPER_TABLE(X)                                                                       \
+    X(double, lr, 0, INFINITY)                                                                     \
+    X(double, beta1, 0, 1)                                                                         \
+    X(double, beta2, 0, 1)                                                                         \
+    X(double, eps, 0, INFINITY)                                                                    \
+    X(double, weight_decay, 0, INFINITY)                                                           \
+    X(double, momentum, 0, INFINITY)                                                               \
+    X(double, dampening, -INFINITY, INFINITY)                                                      \
+    X(bool, nesterov, 0, 2)                                                                        \
+    X(bool, amsgrad, 0, 2)                                                                         \
+    X(bool, maximize, 0, 2)
+
+/* Each optimizer reads only the fields in its row. */
+typedef struct fsdpc_hyper {
+#define X(type, field, lowest, below) type field;
+    FSDPC_HYPER_TABLE(X)
+#undef X
+} fsdpc_hyper;
+
+/* A field of fsdpc_hyper, for code that handles all of them. */
+typedef struct fsdpc_hyper_field {
+    const char *name;
+    size_t offset;
+    bool flag; /* a bool, else a double */
+    double lowest, below;
+} fsdpc_hyper_field;
+
+/* Returns the field's entry, or NULL if there is none of that name. */
+const fsdpc_hyper_field *fsdpc_hyper_find(const char *name);
+
+/* A step's scalars in fp64; the arithmetic rounds each to its own precision. */
+typedef struct fsdpc_step_scalars {
+#define X(field) double field;
+    FSDPC_STEP_SCALARS(X)
+#undef X
+    uint32_t step; /* for random bits */
+    bool copy_gradient, nesterov;
+} fsdpc_step_scalars;
+
+typedef struct fsdpc_optim_row {
+    const char *name;
+    const char *hypers; /* names of the fields that it reads, each followed by a space */
+    const char *states[FSDPC_OPTIM_MAX_STATES];
+    fsdpc_step_rule (*rule)(const fsdpc_hyper *hyper);
+    bool decoupled; /* weight decay shrinks the parameter; else it is added to the gradient */
+    /* Sets the scalars that differ from those of Lion. Optional. */
+    void (*scalars)(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k);
+    /* Writes why these values contradict each other, if they do. Optional. */
+    void (*refuse)(const fsdpc_hyper *hyper, char *why, size_t bytes);
+} fsdpc_optim_row;
+
+extern const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS];
+
+/* Returns the kind of that name, or FSDPC_OPTIM_KINDS. */
+int fsdpc_optim_find(const char *name);
+
+/* Returns whether the optimizer reads the field. */
+bool fsdpc_optim_reads(fsdpc_optim_kind kind, const char *field);
+
+/* Returns the name, for example "AdamW". */
+static inline const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)
+{
+    return fsdpc_optim_table[kind].name;
+}
+
+/* Returns the number of states that a step uses: 0 to FSDPC_OPTIM_MAX_STATES. */
+int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper);
+
+/* Returns the name, for example "exp_avg", or NULL if the optimizer has no such state. */
+static inline const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state)
+{
+    return fsdpc_optim_table[kind].states[state];
+}
+
+#endif
