@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -435,3 +436,91 @@ def test_what_cannot_be_sharded_further_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(NotImplementedError, match="'weight' is a DTensor placed as .*Partial"):
         fully_shard(partial, mesh=mesh["dp"])
+
+
+def on_full_mesh(model: Odd, mesh: DeviceMesh, dims: DataParallelMeshDims) -> Odd:
+    """Place parameters on all dimensions, cut over those that are not data parallel."""
+    data = (*dims.replicate_names, *dims.shard_names)
+    for m, dim in ((model.wide, 0), (model.back, 1)):
+        for name, p in list(m.named_parameters()):
+            cut = Shard(dim) if p.dim() > dim else Replicate()
+            placed = [Replicate() if n in data else cut for n in mesh.mesh_dim_names or ()]
+            setattr(m, name, nn.Parameter(distribute_tensor(p.detach(), mesh, placed)))
+    return model
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize(
+    ("names", "dims"),
+    [
+        (("dp", "tp"), DataParallelMeshDims(shard="dp")),
+        (("dp", "cp"), DataParallelMeshDims(shard=("dp", "cp"))),
+        (("replicate", "dp", "cp", "tp"), DataParallelMeshDims(("dp", "cp"), "replicate")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_parameters_on_the_whole_mesh(
+    names: tuple[str, ...], dims: DataParallelMeshDims, tmp_path: Path
+) -> None:
+    """``dp_mesh_dims``, in both; inputs and gradients are on the whole mesh, too."""
+    join_gloo(tmp_path)
+    shape = (2, 2) if len(names) == 2 else (1, 2, 1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(1)
+    plain = Odd()
+    models: list[Any] = [
+        shard(on_full_mesh(copy.deepcopy(plain), mesh, dims), mesh=mesh, dp_mesh_dims=dims)
+        for shard in (fully_shard, torch_fully_shard)
+    ]
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(2))
+    given = distribute_tensor(x, mesh, [Replicate() if n == "tp" else Shard(0) for n in names])
+    size = 4 if "tp" not in names else 2
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (plain, *models)]
+    for _ in range(3):
+        (plain(x).square().sum() / size).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        for model in models:
+            model(given).square().sum().backward()
+            assert_near(nn.utils.clip_grad_norm_(model.parameters(), CLIP), expected)
+        for p, q, theirs in zip(*(m.parameters() for m in (plain, *models)), strict=True):
+            assert q.placements == theirs.placements and q.device_mesh == theirs.device_mesh
+            assert q.grad.placements == theirs.grad.placements
+            torch.testing.assert_close(q.grad.to_local(), theirs.grad.to_local())
+            assert_near(q.grad, p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(plain.parameters(), models[0].parameters(), strict=True):
+        assert_near(q, p.detach())
+
+
+@pytest.mark.ranks(4, init=False)
+def test_plain_parameters_of_a_data_parallel_mesh(tmp_path: Path) -> None:
+    """Torch 2.14 accepts them for ``dp_mesh_dims`` if they have spmd_types annotations."""
+    join_gloo(tmp_path)
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+    torch.manual_seed(1)
+    plain = Odd()
+    named: Any = fully_shard(copy.deepcopy(plain), mesh=mesh, dp_mesh_dims=dims)
+    picked: Any = fully_shard(copy.deepcopy(plain), mesh=mesh["replicate", "shard"])
+    for model in (named, picked):
+        model(torch.full((2, 5), float(dist.get_rank()))).sum().backward()
+    for p, q in zip(named.parameters(), picked.parameters(), strict=True):
+        assert p.placements == q.placements and p.device_mesh == q.device_mesh
+        assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+    def refused(message: str, model: nn.Module = plain, **given: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**given))
+
+    refused(r"'wide.weight' is plain, and dp_mesh_dims leaves \['replicate'\]", shard="shard")
+    refused("no dimension 'dp' in the names", shard="dp")
+    refused("for DDP, give strategy='NO_SHARD'", replicate="shard")
+    refused("DTensor over .*, not over", parallel_odd(mesh["tp"]), shard="shard", replicate="tp")
+    cut = on_full_mesh(copy.deepcopy(plain), mesh, dims=DataParallelMeshDims(shard="replicate"))
+    refused(r"Replicate\(\) on the dimensions of dp_mesh_dims", cut, shard="shard")
+
+
+def parallel_odd(tp: DeviceMesh) -> nn.Module:
+    return parallelize_module(Odd(), tp, {"wide": ColwiseParallel(), "back": RowwiseParallel()})

@@ -34,7 +34,7 @@ from fsdpc.torch._mesh import as_mesh
 from fsdpc.torch._param_layout import ParamLayout, check_mesh, local_of
 from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Recipe, readers_of, values_of, widened
-from fsdpc.torch._torch_mesh import mesh_of
+from fsdpc.torch._torch_mesh import data_mesh, mesh_of
 from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import accept_full
@@ -290,8 +290,9 @@ def fully_shard(
         and optimizer states there.
     ignored_params : iterable of nn.Parameter, optional
         Parameters that are neither sharded nor reduced.
-    dp_mesh_dims : optional
-        Refused: pass a mesh with only the dimensions to shard over.
+    dp_mesh_dims : DataParallelMeshDims of torch, optional
+        Which dimensions of ``mesh`` to shard and to replicate over. Parameters are DTensors on the
+        whole mesh, or plain if it has no further dimensions (torch 2.13 accepts only DTensors).
     sync_module_states : bool, default False
         Copy rank 0's initial parameters to every rank; otherwise, differences are an error. Buffers
         are left unchanged.
@@ -349,8 +350,6 @@ def fully_shard(
     >>> model[1].bias.grad.full_tensor().tolist()
     [1.0, 1.0]
     """
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims: give mesh=mesh['replicate', 'shard'] instead")
     modules = rules.as_modules(
         module, nn.Module, "a torch.nn.Module", "for fsdpc.nn modules use fsdpc.fully_shard"
     )
@@ -364,6 +363,7 @@ def fully_shard(
     if plan is not None:
         options = {
             "mesh": mesh,
+            "dp_mesh_dims": dp_mesh_dims,
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": mp_policy,
             "ignored_params": ignored,
@@ -375,15 +375,18 @@ def fully_shard(
             "whole_params": whole,
         }
         rules.shard_by_plan(groups_of(modules, plan), options, fully_shard)
+    spmd, data = None, ()
+    if dp_mesh_dims is not None:
+        spmd, (mesh, data) = mesh, data_mesh(mesh, dp_mesh_dims)
     inside = rules.inside_of(modules)
     placement = placement_on(mesh, shard_placement_fn, modules)
     found = rules.collect(inside, ignored, partial(check_parameter, modules=modules))
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
     check_whole(whole, named, type(modules[0]).__name__)
-    layouts = [ParamLayout.of(p, dimension_of(n, p, placement)) for n, p in named]
     for name, p in named:
-        check_mesh(name, p, mesh)
+        check_mesh(name, p, mesh, spmd, data)
+    layouts = [ParamLayout.of(p, dimension_of(n, p, placement), data) for n, p in named]
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the other ranks

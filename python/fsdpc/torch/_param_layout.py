@@ -6,7 +6,8 @@ A unit shards dense tensors along dimension 0. A parameter may differ from that 
   first, and what users see is a permuted view.
 - It is a DTensor over another mesh, for example a tensor parallel one. The unit stores this rank's
   local tensor. The sharded parameter is a DTensor over both meshes, and the unsharded parameter is
-  a DTensor over the other mesh.
+  a DTensor over the other mesh. With ``dp_mesh_dims``, it is a DTensor over one mesh with the
+  dimensions of both, and so is the unsharded parameter.
 """
 
 from __future__ import annotations
@@ -46,20 +47,32 @@ class ParamLayout:
         The dimension of the parameter that the unit shards.
     spec : DTensorSpec, optional
         The parameter's placements on another mesh.
+    unsharded : DTensorSpec, optional
+        The unsharded parameter's placements.
+    data : tuple of int, default ()
+        The dimensions of the unsharded parameter's mesh that are the unit's own.
     """
 
     shape: torch.Size
     stored: torch.Size
     dim: int = 0
     spec: DTensorSpec | None = None
+    unsharded: DTensorSpec | None = None
+    data: tuple[int, ...] = ()
 
     @staticmethod
-    def of(p: torch.Tensor, dim: int) -> ParamLayout:
-        """Return the layout of a parameter that was given to ``fully_shard``."""
-        spec = p._spec if isinstance(p, DTensor) else None
+    def of(p: torch.Tensor, dim: int, names: Sequence[str] = ()) -> ParamLayout:
+        """Return the layout of a parameter that was given to ``fully_shard``.
+
+        ``names`` are the unit's own dimensions of the parameter's mesh.
+        """
         local = local_of(p)
         stored = local.movedim(dim, 0).shape if dim else local.shape
-        return ParamLayout(p.shape, stored, dim, spec)
+        if not isinstance(p, DTensor):
+            return ParamLayout(p.shape, stored, dim)
+        all_names = p.device_mesh.mesh_dim_names or ()
+        data = tuple(k for k, name in enumerate(all_names) if name in names)
+        return ParamLayout(p.shape, stored, dim, _without(p._spec, data), p._spec, data)
 
     def __str__(self) -> str:
         """Describe what differs from a plain layout; equal on all ranks of the unit."""
@@ -69,7 +82,7 @@ class ParamLayout:
     @property
     def is_plain(self) -> bool:
         """Return whether the unit stores the parameter as it is."""
-        return self.spec is None and self.dim == 0
+        return self.unsharded is None and self.dim == 0
 
     def store(self, value: torch.Tensor) -> torch.Tensor:
         """Return what the unit stores of a full value, or of a DTensor placed like the parameter.
@@ -78,8 +91,8 @@ class ParamLayout:
         """
         if isinstance(value, DTensor):
             value = value._local_tensor
-        elif self.spec is not None:
-            spec = self.spec
+        elif self.unsharded is not None:
+            spec = self.unsharded
             cut = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
             value = cut._local_tensor
         return self.rows_of(value)
@@ -93,11 +106,11 @@ class ParamLayout:
         return stored.movedim(0, self.dim) if self.dim else stored
 
     def place(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return what the unit stores as modules see it: with `spec`, as a DTensor."""
+        """Return what the unit stores as modules see it: with `unsharded`, as a DTensor."""
         value = self.show(stored)
-        if self.spec is None:
+        if self.unsharded is None:
             return value
-        return DTensor(value, spec_as(self.spec, value.dtype), requires_grad=False)
+        return DTensor(value, spec_as(self.unsharded, value.dtype), requires_grad=False)
 
     def full(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the full value of what the unit stores; collective over the other mesh."""
@@ -108,14 +121,16 @@ class ParamLayout:
     def take(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the stored part of an unsharded parameter's gradient.
 
-        A partial gradient is reduced over the other mesh.
+        A partial gradient is reduced over the other mesh; the unit reduces over its own.
         """
         with torch.no_grad():
-            if self.spec is not None:
+            if self.unsharded is not None:
                 if not isinstance(grad, DTensor):
-                    raise TypeError(f"a plain gradient of a parameter over {self.spec.mesh}")
-                if grad.placements != self.spec.placements:
-                    grad = grad.redistribute(placements=self.spec.placements)
+                    raise TypeError(f"a plain gradient of a parameter over {self.unsharded.mesh}")
+                pairs = zip(grad.placements, self.unsharded.placements, strict=True)
+                wanted = tuple(g if k in self.data else p for k, (g, p) in enumerate(pairs))
+                if grad.placements != wanted:
+                    grad = grad.redistribute(placements=wanted)
                 grad = grad._local_tensor
                 if hasattr(grad, "wait"):  # an asynchronous collective's result
                     grad = grad.wait()
@@ -156,6 +171,15 @@ class ParamLayout:
         return bounds
 
 
+def _without(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec | None:
+    """Return the placements on a mesh's other dimensions, or None if there are none."""
+    rest = [k for k in range(spec.mesh.ndim) if k not in dims]
+    if len(rest) == spec.mesh.ndim or not rest:
+        return spec if rest else None
+    mesh = spec.mesh[tuple(spec.mesh.mesh_dim_names[k] for k in rest)]
+    return DTensorSpec(mesh, tuple(spec.placements[k] for k in rest), tensor_meta=spec.tensor_meta)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, or a plain tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -185,14 +209,29 @@ def check_spec(name: str, p: DTensor) -> None:
             )
 
 
-def check_mesh(name: str, p: torch.Tensor, mesh: Any) -> None:
+def check_mesh(
+    name: str, p: torch.Tensor, mesh: Any, spmd: DeviceMesh | None, names: Sequence[str]
+) -> None:
     """Raise if a DTensor's mesh cannot be joined with the mesh given to ``fully_shard``.
+
+    Parameters
+    ----------
+    name : str
+    p : Tensor
+    mesh : DeviceMesh
+        The unit's mesh.
+    spmd : DeviceMesh, optional
+        With ``dp_mesh_dims``, the mesh of which ``names`` are the unit's dimensions.
+    names : sequence of str
 
     Raises
     ------
     ValueError
-        The error names the parameter and both meshes.
+        The error names the parameter and the meshes.
     """
+    if spmd is not None:
+        _check_spmd(name, p, spmd, names)
+        return
     if not isinstance(p, DTensor):
         return
     try:
@@ -205,6 +244,25 @@ def check_mesh(name: str, p: torch.Tensor, mesh: Any) -> None:
             f"parameter '{name}' is a DTensor over {p.device_mesh}, and fully_shard's mesh is "
             f"{mesh}: give it the data parallel dimensions of the same mesh, as in "
             'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")) and mesh=mesh["dp"]'
+        )
+
+
+def _check_spmd(name: str, p: torch.Tensor, spmd: DeviceMesh, names: Sequence[str]) -> None:
+    all_names = spmd.mesh_dim_names or ()
+    if not isinstance(p, DTensor):
+        others = [n for k, n in enumerate(all_names) if n not in names and spmd.size(k) > 1]
+        if others:
+            raise ValueError(
+                f"parameter '{name}' is plain, and dp_mesh_dims leaves {others} of {spmd}: such "
+                "parameters must be DTensors on the full mesh, whose placements say how ranks "
+                "of these dimensions differ"
+            )
+    elif p.device_mesh != spmd:
+        raise ValueError(f"parameter '{name}' is a DTensor over {p.device_mesh}, not over {spmd}")
+    elif any(is_cut(p.placements[all_names.index(n)]) for n in names):
+        raise ValueError(
+            f"parameter '{name}' is placed as {p.placements} on {spmd}: it must be Replicate() on "
+            f"the dimensions of dp_mesh_dims, {list(names)}"
         )
 
 

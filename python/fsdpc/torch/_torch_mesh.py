@@ -25,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fsdpc import _core, distributed
 from fsdpc.sharding.rules import Placement
 from fsdpc.torch import _device
+from fsdpc.torch._param_layout import joined
 
 
 def ensure_group() -> None:
@@ -90,6 +91,36 @@ def mesh_of(given: Any, where: Placement) -> tuple[DeviceMesh, tuple[Any, ...]]:
     if mesh.ndim == 2:
         return mesh, (Replicate(), Shard(0))
     return mesh, (Shard(0),) if replicas == 1 else (Replicate(),)
+
+
+def data_mesh(mesh: Any, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """Return the part of a mesh that ``DataParallelMeshDims`` name, and these names.
+
+    It is (shard) or (replicate, shard); several dimensions of one kind are flattened.
+
+    Raises
+    ------
+    ValueError
+        The mesh lacks a name, or there is no dimension to shard over.
+    """
+    shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    for name in (*replicate, *shard):
+        if name not in names:
+            raise ValueError(f"dp_mesh_dims: no dimension '{name}' in the names {names} of {mesh}")
+    if not shard:
+        raise ValueError(f"{dims}: no dimension to shard over; for DDP, give strategy='NO_SHARD'")
+    return _data_mesh(mesh, shard, replicate), (*replicate, *shard)
+
+
+@cache
+def _data_mesh(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]) -> DeviceMesh:
+    parts = [
+        mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+        for names in (replicate, shard)
+        if names
+    ]
+    return parts[0] if len(parts) == 1 else joined(*parts)
 
 
 def _is_group(given: Any) -> bool:
