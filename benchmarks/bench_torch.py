@@ -311,13 +311,12 @@ def host_turn(engine: str, params: int) -> dict[str, Any]:
 
         engine = "fsdpc"
         fsdpc.distributed.group._world = fsdpc._core.Comm(0, 8, None, hosts=hosts)
-    elif engine == "fsdp2":
+    if engine != "local":
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
         os.environ["WORLD_SIZE"] = "8"
-    if engine != "local":
         shard(engine, "", model, list(model), "fp32")
     x = torch.ones(8)
 

@@ -53,6 +53,23 @@ static fsdpc_step_rule lion_rule(const fsdpc_hyper *hyper)
     return FSDPC_RULE_LION;
 }
 
+/* ---- RMSprop ---- */
+
+static fsdpc_step_rule rmsprop_rule(const fsdpc_hyper *hyper)
+{
+    if (hyper->centered) /* with a momentum buffer even if momentum is 0 */
+        return FSDPC_RULE_RMSPROP_CENTERED;
+    return hyper->momentum != 0 ? FSDPC_RULE_RMSPROP_MOMENTUM : FSDPC_RULE_RMSPROP;
+}
+
+static void rmsprop_scalars(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k)
+{
+    (void)step;
+    k->beta1 = hyper->momentum;
+    k->beta2 = hyper->alpha;
+    k->add_square = 1 - hyper->alpha;
+}
+
 /* ---- The table ---- */
 
 const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
@@ -78,6 +95,11 @@ const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
                           .states = {"exp_avg"},
                           .rule = lion_rule,
                           .decoupled = true},
+    [FSDPC_OPTIM_RMSPROP] = {.name = "RMSprop",
+                             .hypers = "lr alpha eps weight_decay momentum centered maximize ",
+                             .states = {"square_avg", "momentum_buffer", "grad_avg"},
+                             .rule = rmsprop_rule,
+                             .scalars = rmsprop_scalars},
 };
 
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
@@ -109,9 +131,9 @@ bool fsdpc_optim_reads(fsdpc_optim_kind kind, const char *field)
     return false;
 }
 
-const fsdpc_hyper_field *fsdpc_hyper_find(const char *name)
+const fsdpc_hyper_range *fsdpc_hyper_find(const char *name)
 {
-    static const fsdpc_hyper_field fields[] = {
+    static const fsdpc_hyper_range fields[] = {
 #define X(type, field, lowest, below)                                                              \
     {#field, offsetof(fsdpc_hyper, field), sizeof(type) == sizeof(bool), lowest, below},
         FSDPC_HYPER_TABLE(X)

@@ -2,7 +2,7 @@
  *
  * An optimizer is a row of optim_table.c. The engine, the checks, the memory plan and both
  * frontends read the row; kernels read only the rule that it selects (step_rules.h). The
- * definitions are those of torch.optim.AdamW, Adam and SGD, and the paper's for Lion (Chen et
+ * definitions are those of torch.optim.AdamW, Adam, SGD and RMSprop, and the paper's for Lion (Chen et
  * al. 2023); with g = grad * grad_scale, negated to maximize:
  *
  *     AdamW    p -= lr decay p;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
@@ -11,6 +11,9 @@
  *     Adam     g += decay p;  the rest as AdamW
  *     SGD      g += decay p;  b = momentum b + (1 - dampening) g, or g the first time;
  *              p -= lr b;  nesterov: p -= lr (g + momentum b);  without momentum: p -= lr g
+ *     RMSprop  g += decay p;  v = alpha v + (1 - alpha) g^2;  p -= lr g / (sqrt(v) + eps);
+ *              momentum: b = momentum b + g / (sqrt(v) + eps);  p -= lr b
+ *              centered: a = alpha a + (1 - alpha) g;  v - a^2 replaces v in the quotients
  *     Lion     p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
  */
 #ifndef FSDPC_OPS_OPTIM_TABLE_H
@@ -27,6 +30,7 @@ typedef enum fsdpc_optim_kind {
     FSDPC_OPTIM_ADAM,
     FSDPC_OPTIM_SGD,
     FSDPC_OPTIM_LION,
+    FSDPC_OPTIM_RMSPROP,
     FSDPC_OPTIM_KINDS
 } fsdpc_optim_kind;
 
@@ -42,6 +46,8 @@ enum { FSDPC_OPTIM_MAX_STATES = 3 };
     X(double, weight_decay, 0, INFINITY)                                                           \
     X(double, momentum, 0, INFINITY)                                                               \
     X(double, dampening, -INFINITY, INFINITY)                                                      \
+    X(double, alpha, 0, INFINITY)                                                                  \
+    X(bool, centered, 0, 2)                                                                        \
     X(bool, nesterov, 0, 2)                                                                        \
     X(bool, amsgrad, 0, 2)                                                                         \
     X(bool, maximize, 0, 2)
@@ -54,15 +60,15 @@ typedef struct fsdpc_hyper {
 } fsdpc_hyper;
 
 /* A field of fsdpc_hyper, for code that handles all of them. */
-typedef struct fsdpc_hyper_field {
+typedef struct fsdpc_hyper_range {
     const char *name;
     size_t offset;
     bool flag; /* a bool, else a double */
     double lowest, below;
-} fsdpc_hyper_field;
+} fsdpc_hyper_range;
 
 /* Returns the field's entry, or NULL if there is none of that name. */
-const fsdpc_hyper_field *fsdpc_hyper_find(const char *name);
+const fsdpc_hyper_range *fsdpc_hyper_find(const char *name);
 
 /* A step's scalars in fp64; the arithmetic rounds each to its own precision. */
 typedef struct fsdpc_step_scalars {

@@ -21,7 +21,8 @@
  * g * g fused, and Adam's decay is added to the gradient fused. Everything else is rounded after
  * each operation. In PyTorch, the other rules are sequences of x.mul_(a) and x.add_(y, alpha=b); the
  * latter is one fused multiply-add. An fp32 step of AdamW, Adam or SGD thus has the same bits as
- * torch's on machines with FMA. Every rule has the same bits on every path, including tails.
+ * torch's on machines with FMA. RMSprop's differs in torch's square root, which is not correctly
+ * rounded. Every rule has the same bits on every path, including tails.
  */
 #ifndef FSDPC_OPS_STEP_RULES_H
 #define FSDPC_OPS_STEP_RULES_H
@@ -32,7 +33,10 @@
     X(AMSGRAD, amsgrad, 3)                                                                         \
     X(SGD, sgd, 0)                                                                                 \
     X(MOMENTUM, momentum, 1)                                                                       \
-    X(LION, lion, 1)
+    X(LION, lion, 1)                                                                               \
+    X(RMSPROP, rmsprop, 1)                                                                         \
+    X(RMSPROP_MOMENTUM, rmsprop_momentum, 2)                                                       \
+    X(RMSPROP_CENTERED, rmsprop_centered, 3)
 
 typedef enum fsdpc_step_rule {
 #define X(NAME, function, states) FSDPC_RULE_##NAME,
@@ -115,6 +119,40 @@ STEP_FN STEP_VALUE step_lion(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, 
     STEP_VALUE ahead = step_fused_by(g, k->add_gradient, s[0] * k->beta1);
     s[0] = step_fused_by(g, k->add_square, s[0] * k->beta2);
     return step_fused_by(step_sign(ahead), k->minus_step, p * k->keep);
+}
+
+/* Adds the decay to the gradient and updates the mean square. */
+STEP_FN STEP_VALUE step_mean_square(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g,
+                                    STEP_VALUE *s)
+{
+    if (k->decay != 0)
+        g = step_fused_by(p, k->decay, g);
+    s[0] = step_fused(g * k->add_square, g, s[0] * k->beta2);
+    return g;
+}
+
+STEP_FN STEP_VALUE step_rmsprop(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, STEP_VALUE *s)
+{
+    g = step_mean_square(k, p, g, s);
+    return p + k->minus_step * g / (step_root(s[0]) + k->eps);
+}
+
+STEP_FN STEP_VALUE step_rmsprop_momentum(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g,
+                                         STEP_VALUE *s)
+{
+    g = step_mean_square(k, p, g, s);
+    s[1] = s[1] * k->beta1 + g / (step_root(s[0]) + k->eps);
+    return step_fused_by(s[1], k->minus_step, p);
+}
+
+STEP_FN STEP_VALUE step_rmsprop_centered(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g,
+                                         STEP_VALUE *s)
+{
+    g = step_mean_square(k, p, g, s);
+    s[2] = step_towards(s[2], g, k->add_square);
+    STEP_VALUE variance = step_fused(-s[2], s[2], s[0]);
+    s[1] = s[1] * k->beta1 + g / (step_root(variance) + k->eps);
+    return step_fused_by(s[1], k->minus_step, p);
 }
 
 /* Returns the updated parameter and updates the states. */

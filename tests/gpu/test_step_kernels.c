@@ -35,6 +35,10 @@ static const rule rules[] = {
      FSDPC_OPTIM_SGD,
      {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true}},
     {"Lion", FSDPC_OPTIM_LION, {.lr = 1e-4, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1}},
+    {"RMSprop", FSDPC_OPTIM_RMSPROP, {.lr = 1e-3, .alpha = 0.9, .eps = 1e-8, .weight_decay = 0.1}},
+    {"RMSprop, momentum",
+     FSDPC_OPTIM_RMSPROP,
+     {.lr = 1e-3, .alpha = 0.9, .eps = 1e-8, .momentum = 0.9}},
 };
 enum { RULES = sizeof rules / sizeof rules[0] };
 

@@ -36,7 +36,7 @@ PLAIN = set("""
     ops optim option order p2p pack pair pairs param parts peer philox
     pieces plan plugin pool portable post preference private product products properties py
     queue random range read real red reduce reduction ref register registered registers registry
-    remote rendezvous request result ring rotary round rows rules run runtime safetensors save
+    remote rendezvous request result ring rotary round rows rule run runtime safetensors save
     scalar scalars scale sched schedule self settings shape shared shm
     signature size softmax sort spec st
     staged staging state stats status step storage stream sum sums sumsq swiglu table tables target

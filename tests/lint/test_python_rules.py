@@ -49,8 +49,8 @@ UNREAD = {
 
 # Calls that mirror PyTorch's, or DeepSpeed's, keep their signatures.
 MIRRORS = {
-    "fully_shard", "memory_plan", "AdamW", "Adam", "SGD", "FullyShardedDataParallel", "initialize",
-    "Conv1d", "Conv2d", "TransformerEncoderLayer",
+    "fully_shard", "memory_plan", "AdamW", "Adam", "RMSprop", "SGD", "FullyShardedDataParallel",
+    "initialize", "Conv1d", "Conv2d", "TransformerEncoderLayer",
 }  # fmt: skip
 
 # Calls named `open` that open no file of text.

@@ -33,11 +33,13 @@ from .common import (
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "amsgrad"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "amsgrad", "RMSprop"])
 def test_ten_steps_as_torch(kind: str) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     if kind == "SGD":
         options.update(momentum=0.9, nesterov=True)
+    if kind == "RMSprop":
+        options.update(lr=1e-3, momentum=0.9, centered=True)
     if kind == "amsgrad":
         options.update(amsgrad=True)
     name = "AdamW" if kind == "amsgrad" else kind

@@ -125,7 +125,7 @@ static PyObject *optimizer_take_number(PyObject *object, PyObject *Py_UNUSED(unu
 
 /* Reads an option into its field; returns -1 with an exception if it is no number or out of its
  * range. */
-static int read_option(const fsdpc_hyper_field *field, PyObject *value, fsdpc_hyper *out)
+static int read_option(const fsdpc_hyper_range *field, PyObject *value, fsdpc_hyper *out)
 {
     unsigned char *to = (unsigned char *)out + field->offset;
     if (field->flag) {

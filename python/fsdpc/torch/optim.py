@@ -277,6 +277,45 @@ class SGD(FlatOptimizer):
         })  # fmt: skip
 
 
+class RMSprop(FlatOptimizer):
+    """``torch.optim.RMSprop`` over the parameters of sharded modules.
+
+    Parameters
+    ----------
+    params : iterable
+    lr : float or Tensor, default 1e-2
+    alpha : float, default 0.99
+    eps : float, default 1e-8
+    weight_decay, momentum : float, default 0
+    centered : bool, default False
+    options
+        ``maximize``; ``foreach``, ``capturable`` and ``differentiable`` as in :class:`AdamW`.
+    """
+
+    _kind = "RMSprop"
+    _hypers = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        **options: Any,
+    ) -> None:
+        unknown = set(options) - {"maximize", "foreach", "capturable", "differentiable"}
+        if unknown:
+            raise TypeError(f"RMSprop has no options {sorted(unknown)}")
+        super().__init__(params, {
+            "lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay,
+            "momentum": momentum, "centered": centered, "maximize": False, "foreach": None,
+            "capturable": False, "differentiable": False, **options,
+        })  # fmt: skip
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value)
