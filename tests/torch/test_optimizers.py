@@ -17,6 +17,7 @@ from fsdpc.torch import (
     optim,
     set_optimizer_state_dict,
 )
+from tests.unit.test_optim import PaperLion
 
 from .common import (
     assert_same_parameters,
@@ -33,7 +34,7 @@ from .common import (
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "amsgrad", "RMSprop"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "amsgrad", "RMSprop", "Lion"])
 def test_ten_steps_as_torch(kind: str) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     if kind == "SGD":
@@ -42,12 +43,15 @@ def test_ten_steps_as_torch(kind: str) -> None:
         options.update(lr=1e-3, momentum=0.9, centered=True)
     if kind == "amsgrad":
         options.update(amsgrad=True)
+    if kind == "Lion":
+        options.update(lr=1e-3, betas=(0.9, 0.98))
     name = "AdamW" if kind == "amsgrad" else kind
     model = build()
     plain = twin(model)
     ours = shard(model)
     mine = getattr(optim, name)(ours.parameters(), **options)
-    train_twins(ours, plain, (mine, getattr(torch.optim, name)(plain.parameters(), **options)), 10)
+    theirs = PaperLion if kind == "Lion" else getattr(torch.optim, name)
+    train_twins(ours, plain, (mine, theirs(plain.parameters(), **options)), 10)
 
 
 #: Optimizers with the state that they have of each parameter.

@@ -292,7 +292,7 @@ def test_16384_ranks_take_no_memory_and_seconds() -> None:
         ({"flops": math.nan}, "flops must be above 0, got nan"),
         ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
         ({"message": math.inf}, "message must be at least 0 and finite, got inf"),
-        ({"optimizer": "muon"}, "optimizer 'muon': one of sgd, adam, adamw, lion, rmsprop"),
+        ({"optimizer": "muon"}, "optimizer 'muon': one of adamw, adam, sgd, lion, rmsprop"),
         ({"strategy": "ZERO4"}, "no strategy 'ZERO4'"),
         ({"device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
         ({"mesh": (2, 2)}, "mesh (2, 2) is not (replicate, shard) of 2 x 1 = 2 ranks"),

@@ -45,9 +45,13 @@ class FlatOptimizer(torch.optim.Optimizer):
     """Base class of this module's optimizers, which make one pass over memory per step."""
 
     _kind = "AdamW"
-    _hypers: tuple[str, ...] = ()  # options that the engine reads
+    _hypers: tuple[str, ...] = ()  # options that the engine reads, from the row of its table
     # torch assigns to it at construction and when loading; both assignments are ignored.
     state: _States = property(_States, lambda self, value: None)  # type: ignore[assignment]
+
+    def __init_subclass__(cls) -> None:
+        fields, _ = _core.optimizers()[cls._kind]
+        cls._hypers = tuple(fields.replace("beta1 beta2", "betas").split())
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._core = _core.Optimizer(self._kind)
@@ -188,7 +192,6 @@ class AdamW(FlatOptimizer):
         An option is out of range, or a parameter belongs to no sharded module.
     """
 
-    _hypers = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
     def __init__(
         self,
@@ -255,7 +258,6 @@ class SGD(FlatOptimizer):
     """
 
     _kind = "SGD"
-    _hypers = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def __init__(
         self,
@@ -277,6 +279,34 @@ class SGD(FlatOptimizer):
         })  # fmt: skip
 
 
+class Lion(FlatOptimizer):
+    """:class:`fsdpc.optim.Lion` over the parameters of sharded modules; torch has none.
+
+    Parameters
+    ----------
+    params : iterable
+    lr : float or Tensor, default 1e-4
+    betas : (float, float), default (0.9, 0.99)
+    weight_decay : float, default 0
+    maximize : bool, default False
+    """
+
+    _kind = "Lion"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, {
+            "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize,
+        })  # fmt: skip
+
+
 class RMSprop(FlatOptimizer):
     """``torch.optim.RMSprop`` over the parameters of sharded modules.
 
@@ -293,7 +323,6 @@ class RMSprop(FlatOptimizer):
     """
 
     _kind = "RMSprop"
-    _hypers = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
 
     def __init__(
         self,
