@@ -77,18 +77,6 @@ STEP_FN fsdpc_vf step_most(fsdpc_vf a, fsdpc_vf b)
 
 #include "ops/step_rules.h"
 
-FSDPC_INLINE int rule_states(fsdpc_step_rule rule)
-{
-    switch (rule) {
-#define X(NAME, function, states)                                                                  \
-    case FSDPC_RULE_##NAME:                                                                        \
-        return states;
-        FSDPC_STEP_RULE_TABLE(X)
-#undef X
-    }
-    return 0;
-}
-
 typedef struct step_memory {
     void *param;
     const void *grad;
@@ -119,7 +107,7 @@ typedef struct step_kind {
 FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, size_t i,
                                   step_kind kind, size_t n)
 {
-    const int n_states = rule_states(kind.rule);
+    const int n_states = fsdpc_rule_states(kind.rule);
     fsdpc_vf s[FSDPC_OPTIM_MAX_STATES] = {0};
     for (int state = 0; state < n_states; state++)
         s[state] = fsdpc_vf_load_n(at->states[state] + i, n);
@@ -174,7 +162,7 @@ FSDPC_INLINE void step_run(const step_memory *memory, const step_scalars *scalar
 
 static bool step_has_run(const fsdpc_step_args *a, fsdpc_step_rule rule)
 {
-    if (a->state_dtype != FSDPC_F32 && rule_states(rule) > 0)
+    if (a->state_dtype != FSDPC_F32 && fsdpc_rule_states(rule) > 0)
         return false;
     if (a->copy_in && a->copy_in_dtype != FSDPC_F32 && a->copy_in_dtype != FSDPC_BF16)
         return false;
@@ -266,7 +254,7 @@ static void step_blocks_part(void *arg, size_t begin, size_t end)
 {
     const step_part_args *args = arg;
     const fsdpc_step_args *a = args->a;
-    const int n_states = rule_states(args->rule);
+    const int n_states = fsdpc_rule_states(args->rule);
     float param[STEP_BLOCK], grad[STEP_BLOCK], states[FSDPC_OPTIM_MAX_STATES][STEP_BLOCK];
     for (size_t at = begin, n; at < end; at += n) {
         n = fsdpc_min_size(STEP_BLOCK, end - at);

@@ -104,12 +104,7 @@ const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
 
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
 {
-    static const int states[] = {
-#define X(NAME, function, count) [FSDPC_RULE_##NAME] = (count),
-        FSDPC_STEP_RULE_TABLE(X)
-#undef X
-    };
-    return states[fsdpc_optim_table[kind].rule(hyper)];
+    return fsdpc_rule_states(fsdpc_optim_table[kind].rule(hyper));
 }
 
 int fsdpc_optim_find(const char *name)

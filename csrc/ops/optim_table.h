@@ -85,7 +85,7 @@ typedef struct fsdpc_optim_row {
     const char *states[FSDPC_OPTIM_MAX_STATES];
     fsdpc_step_rule (*rule)(const fsdpc_hyper *hyper);
     bool decoupled; /* weight decay shrinks the parameter; else it is added to the gradient */
-    /* Sets the scalars that differ from those of Lion. Optional. */
+    /* Changes scalars that fsdpc_step_prepare has set from the fields of their names. Optional. */
     void (*scalars)(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k);
     /* Writes why these values contradict each other, if they do. Optional. */
     void (*refuse)(const fsdpc_hyper *hyper, char *why, size_t bytes);

@@ -9,7 +9,7 @@
  *     STEP_VALUE    the type of an element, or a vector of elements
  *     STEP_REAL     the type of a scalar
  *     STEP_SCALARS  the type of a step's scalars, with the fields of FSDPC_STEP_SCALARS
- *     step_fused(a, b, c)     a * b + c, rounded once where the includer's other paths do so too
+ *     step_fused(a, b, c)     a * b + c, rounded once in fp32 and twice in fp64
  *     step_fused_by(a, b, c)  the same with a scalar b
  *     step_root(a), step_sign(a), step_most(a, b)
  *
@@ -43,6 +43,19 @@ typedef enum fsdpc_step_rule {
     FSDPC_STEP_RULE_TABLE(X)
 #undef X
 } fsdpc_step_rule;
+
+/* Returns the number of states of a rule. Device code has a constexpr twin. */
+static inline int fsdpc_rule_states(fsdpc_step_rule rule)
+{
+    switch (rule) {
+#define X(NAME, function, states)                                                                  \
+    case FSDPC_RULE_##NAME:                                                                        \
+        return states;
+        FSDPC_STEP_RULE_TABLE(X)
+#undef X
+    }
+    return 0;
+}
 
 /* The scalars of a step, in whichever precision. */
 #define FSDPC_STEP_SCALARS(X)                                                                      \

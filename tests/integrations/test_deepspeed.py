@@ -24,8 +24,9 @@ from torch import nn  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 import fsdpc  # noqa: E402
-from fsdpc.integrations import deepspeed  # noqa: E402
+from fsdpc.integrations import _units, deepspeed  # noqa: E402
 from tests.torch.common import (  # noqa: E402
+    Net,
     assert_same_parameters,
     average_grads,
     batch,
@@ -340,3 +341,12 @@ def test_the_page_runs_as_it_is(tmp_path: Path) -> None:
     assert found["state"] == {"epoch": 3} and found["engine"].global_steps == 32
     dist.destroy_process_group()
     fsdpc.shutdown()
+
+
+def test_plans_of_models_are_followed() -> None:
+    class Planned(Net):
+        fsdp_plan = {"blocks.0": "keep_full_weight"}
+
+    model = nn.Module()
+    model.net = Planned()
+    assert _units.plan_of(None, model) == {"net.blocks.0": "keep_full_weight"}

@@ -37,7 +37,7 @@ from tests.torch.common import build, full, join_gloo  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-BOTH_WAYS = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+SIZES = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 
 
 def shard(net: nn.Module, mesh: Any) -> nn.Module:
@@ -127,7 +127,7 @@ def fitted(folder: Path, module: Lit, **options: Any) -> tuple[pl.Trainer, dict[
     """The trainer and the unsharded parameters after two epochs."""
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
-        strategy=ModelParallelStrategy(**BOTH_WAYS) if module.sharded else DDPStrategy(),  # type: ignore[arg-type]
+        strategy=ModelParallelStrategy(**SIZES) if module.sharded else DDPStrategy(),  # type: ignore[arg-type]
         plugins=[TorchElasticEnvironment()], enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, **options,
     )  # fmt: skip
@@ -191,7 +191,7 @@ def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
     def ours(distributed: bool = True) -> Any:
         return fabric_strategies.ModelParallelStrategy(
             lambda m, mesh: shard(m, mesh["data_parallel"]),  # type: ignore[arg-type,return-value]
-            save_distributed_checkpoint=distributed, **BOTH_WAYS,  # type: ignore[arg-type]
+            save_distributed_checkpoint=distributed, **SIZES,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def values(model: Any) -> dict[str, Any]:

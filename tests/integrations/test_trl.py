@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from tests.torch.common import join_gloo
 from .install_runs import SIZES, fsdp2_arguments, history, sharded_by, whole
 from .test_install import EXACT, assert_close, assert_equal
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
+if "CI" not in os.environ:
+    pytest.importorskip("trl", reason="needs trl, of the extra 'test'")
+
+import datasets  # noqa: E402
+import trl  # noqa: E402
 
 MODELS = {
     "SFT": LlamaForCausalLM, "DPO": LlamaForCausalLM, "Reward": LlamaForSequenceClassification,

@@ -28,7 +28,7 @@ static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         return NULL;
     int kind = fsdpc_optim_find(name);
     if (kind == FSDPC_OPTIM_KINDS)
-        return PyErr_Format(PyExc_ValueError, "there is no element-wise optimizer '%s'", name);
+        return PyErr_Format(PyExc_ValueError, "no element-wise optimizer is named '%s'", name);
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
     if (!runtime)
         return NULL;
@@ -123,7 +123,7 @@ static PyObject *optimizer_take_number(PyObject *object, PyObject *Py_UNUSED(unu
 
 /* ---- options ---- */
 
-/* Reads an option into its field; returns -1 with an exception if it is no number or out of its
+/* Reads an option into its field; returns -1 with an exception if it is not a number or out of its
  * range. */
 static int read_option(const fsdpc_hyper_range *field, PyObject *value, fsdpc_hyper *out)
 {

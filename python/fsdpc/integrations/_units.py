@@ -18,11 +18,6 @@ from fsdpc.torch.plan import _by_classes, _plan_of, has_plan
 Units = Iterable[type | str] | Mapping[Any, Any] | Callable[[str, nn.Module], Any] | None
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether a module is a unit or contains units."""
-    return any(isinstance(m, FSDPModule) for m in module.modules())
-
-
 def shard(module: nn.Module, units: Units, options: Mapping[str, Any]) -> None:
     """Turn a module and some of its submodules into units (collective).
 
@@ -36,7 +31,7 @@ def shard(module: nn.Module, units: Units, options: Mapping[str, Any]) -> None:
     options : mapping
         Options of :func:`fsdpc.torch.fully_shard`.
     """
-    if is_sharded(module):
+    if any(isinstance(m, FSDPModule) for m in module.modules()):
         if any(not hasattr(p, "fsdpc") for p in module.parameters()):
             fully_shard(module, **options)
         return

@@ -101,7 +101,7 @@ def data_mesh(mesh: Any, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]]:
     Raises
     ------
     ValueError
-        The mesh lacks a name, or there is no dimension to shard over.
+        The mesh has no dimension of a name, or ``dims`` names none to shard over.
     """
     shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
     names = getattr(mesh, "mesh_dim_names", None) or ()
