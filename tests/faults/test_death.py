@@ -95,8 +95,11 @@ def test_it_dies_while_ranks_meet(tmp_path: Path) -> None:
             wait_asleep(victim)
             killed_at = time.monotonic()
             os.kill(victim, signal.SIGKILL)
+            wait_file(tmp_path / "said")  # or its own end is what rank 0 sees first
             return "", killed_at
-        return raised(fsdpc.init, PeerError, TimeoutError)
+        said = raised(fsdpc.init, PeerError, TimeoutError)
+        (tmp_path / "said").write_text(said[0])
+        return said
 
     survivor, _, last = run(rank_of, 3)
     assert f"rank {VICTIM}" in survivor[0]
