@@ -198,6 +198,35 @@ static void run_adamw_bf16_bf16(bench *b)
     adamw(b, FSDPC_BF16, b->copy_in, FSDPC_BF16);
 }
 
+static void adamw_int8(bench *b, void *copy_in)
+{
+    fsdpc_step_args args = {
+        .param = b->param,
+        .grad = b->src[0],
+        .states = {b->exp_avg, b->exp_avg_sq},
+        .state_dtype = FSDPC_U8,
+        .maxima = {b->src[1], b->src[2]},
+        .code_row = FSDPC_CODE_BLOCK,
+        .copy_in = copy_in,
+        .copy_in_dtype = FSDPC_BF16,
+        .numel = b->numel,
+        .grad_scale = 1,
+        .hyper = {.lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01},
+        .step = 3,
+        .kind = FSDPC_OPTIM_ADAMW};
+    b->ops->step(&args, &b->stream);
+}
+
+static void run_adamw_int8(bench *b)
+{
+    adamw_int8(b, NULL);
+}
+
+static void run_adamw_int8_bf16(bench *b)
+{
+    adamw_int8(b, b->copy_in);
+}
+
 static void run_init(bench *b)
 {
     fsdpc_init_args args = {b->dst, FSDPC_F32, b->numel, FSDPC_INIT_NORMAL, 0, 0.02, 1, 2, 3};
@@ -234,6 +263,8 @@ static const kernel kernels[] = {
     {"adamw f32, copy-in bf16", 30, run_adamw_bf16},
     {"equal bf16 f32", 6, run_equal_bf16}, /* straight after publishing: they are equal */
     {"adamw grad, copy-in bf16", 28, run_adamw_bf16_bf16},
+    {"adamw int8", 16, run_adamw_int8},
+    {"adamw int8, copy-in bf16", 18, run_adamw_int8_bf16},
     {"init normal", 4, run_init},
     {"init uniform", 4, run_init_uniform},
 };

@@ -82,6 +82,9 @@ fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
 fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
 /* Returns the object's optimizer, or NULL with TypeError. */
 fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object);
+const char *fsdpc_py_code_name(fsdpc_code code);
+/* Returns whether elements are whole rows of codes; a row of 0 means no codes. */
+bool fsdpc_py_code_fits(size_t numel, Py_ssize_t row);
 /* Returns 0, or -1 with IndexError if `param` is out of range. */
 int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param);
 /* Returns the parameter index in `arg` after checking its range, or -1 with an exception set. */

@@ -86,6 +86,7 @@
     X(unit)                                                                                        \
     X(plan)                                                                                        \
     X(optim)                                                                                       \
+    X(code)                                                                                        \
     X(dry_run)                                                                                     \
     X(clip)                                                                                        \
     X(graph)                                                                                       \

@@ -23,7 +23,7 @@
 
 #include "base/size.h"
 
-enum { PADDING_FLOOR = 65536, FINE_ROW = 256 };
+enum { PADDING_FLOOR = 65536, FINE_ROW = FSDPC_LAYOUT_BLOCK };
 
 static size_t gcd(size_t a, size_t b)
 {
@@ -71,6 +71,14 @@ size_t fsdpc_layout_leaf(int ndim, const size_t *shape)
     if (row % FSDPC_LAYOUT_ALIGN == 0)
         return FSDPC_LAYOUT_ALIGN;
     return ndim >= 3 ? gcd(row, FSDPC_LAYOUT_ALIGN) : row;
+}
+
+size_t fsdpc_layout_code_row(int ndim, const size_t *shape)
+{
+    size_t row = row_of(ndim, shape);
+    if (row % FSDPC_LAYOUT_BLOCK == 0)
+        return FSDPC_LAYOUT_BLOCK;
+    return ndim == 2 && row >= FSDPC_LAYOUT_ALIGN ? row : 0;
 }
 
 static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
@@ -155,8 +163,9 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
     fsdpc_place key = *opener;
     fsdpc_slice *band = &group->bands[group->n_bands];
     size_t ranks = (size_t)layout->ranks, row = key.row_numel, rows = 0;
-    band->unsharded_offset = fsdpc_round_up(group->unsharded_numel, FSDPC_LAYOUT_ALIGN);
-    band->shard_offset = fsdpc_round_up(group->shard_numel, FSDPC_LAYOUT_ALIGN);
+    size_t align = row % FSDPC_LAYOUT_BLOCK == 0 ? FSDPC_LAYOUT_BLOCK : FSDPC_LAYOUT_ALIGN;
+    band->unsharded_offset = fsdpc_round_up(group->unsharded_numel, align);
+    band->shard_offset = fsdpc_round_up(group->shard_numel, align);
     if (key.band == -2) {
         band->owner = *owner_io;
         *owner_io = (*owner_io + 1) % layout->ranks;

@@ -10,7 +10,8 @@
  * The band's rows are cut into `ranks` equal slices of whole rows. A parameter that must stay
  * whole has its own band, which one rank owns. A group's unsharded parameters are the concatenation
  * of its bands; a shard is this rank's slices of them, in the same order. In both, each band begins
- * at a multiple of 64 elements.
+ * at a multiple of 64 elements, or of 256 if its rows are multiples of 256, so that chunks of a
+ * shard do not split block codes.
  *
  * A row consists of the elements at one index of dim 0; for a 0-D or 1-D parameter, it is a single
  * element.
@@ -23,7 +24,7 @@
 #include "base/dtype.h"
 #include "comm/comm.h"
 
-enum { FSDPC_LAYOUT_ALIGN = 64, FSDPC_LAYOUT_MAX_DIMS = 8 };
+enum { FSDPC_LAYOUT_ALIGN = 64, FSDPC_LAYOUT_BLOCK = 256, FSDPC_LAYOUT_MAX_DIMS = 8 };
 
 typedef struct fsdpc_param_spec {
     const char *name; /* copied */
@@ -89,6 +90,12 @@ void fsdpc_layout_destroy(fsdpc_layout *layout);
 /* Returns how many elements of a tensor of this shape, sharded or not, a norm sums at a time; see
  * leaf_numel. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape);
+
+/* Returns the row inside which the blocks of a parameter's codes are counted (ops/block_code.h).
+ * It divides every local shard at every number of ranks. Returns 0 for parameters of one dimension
+ * and for rows shorter than 64. With three or more dimensions, rows must be multiples of 256, as
+ * some layouts cut them. */
+size_t fsdpc_layout_code_row(int ndim, const size_t *shape);
 
 fsdpc_local_shard fsdpc_layout_local_shard(const fsdpc_layout *layout, int param, int rank);
 

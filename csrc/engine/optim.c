@@ -1,8 +1,8 @@
 /* An optimizer's data: parameters in groups, hyper-parameters and states.
  *
- * For each unit, it stores the group and step count of every parameter, and one state buffer per
- * flat group and state. A buffer is as large as the shard and is created before the first step that
- * uses it.
+ * For each unit, it stores the group and step count of every parameter, and one array per flat
+ * group and state, with its side array if it is coded. Arrays are created before the first step that
+ * uses them.
  *
  * optim_step.c contains the steps, optim_graph.c captured steps, and optim_host.c CPU steps for a
  * remote device.
@@ -25,6 +25,7 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
     optim->kind = kind;
     optim->device = device;
     optim->trace = trace;
+    optim->format.dtype = FSDPC_F32;
     *out = optim;
     return FSDPC_OK;
 }
@@ -32,11 +33,15 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
 static void fini_states(unit_states *states)
 {
     int n_groups = states->unit->layout->n_groups;
-    bool made = states->states && states->extents;
-    for (int i = 0; made && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++)
+    bool made = states->states && states->extents && states->sides;
+    for (int i = 0; made && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++) {
         fsdpc_unit_destroy_array(states->unit, states->extents[i], states->states[i]);
+        fsdpc_device_free(states->unit->device, states->sides[i]);
+    }
     free(states->states);
     free(states->extents);
+    free(states->sides);
+    free(states->side_numel);
     free(states->params);
 }
 
@@ -84,15 +89,20 @@ void fsdpc_optim_close_step(fsdpc_optim *optim)
 
 /* ---- Parameters and hyper-parameters ---- */
 
-fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, uint64_t seed)
+fsdpc_status fsdpc_optim_set_format(fsdpc_optim *optim, const fsdpc_state_format *format,
+                                    uint64_t seed)
 {
-    if (dtype != FSDPC_F32 && dtype != FSDPC_BF16)
-        return fsdpc_fail(FSDPC_ERR_DTYPE, "states are float32 or bfloat16, not %s",
+    fsdpc_dtype dtype = format->dtype;
+    if (dtype != FSDPC_F32 && dtype != FSDPC_BF16 && dtype != FSDPC_U8)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "states are float32, bfloat16 or int8, not %s",
                           fsdpc_dtype_name(dtype));
+    if (dtype == FSDPC_U8 && optim->device->remote)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "int8 states are for CPU ranks; on a GPU, take bfloat16");
     if (optim->n_units > 0)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the dtype of states is set before parameters are added");
-    optim->state_dtype = dtype;
+    optim->format = *format;
     optim->seed = seed;
     return FSDPC_OK;
 }
@@ -102,18 +112,51 @@ uint32_t fsdpc_optim_take_number(fsdpc_optim *optim)
     return optim->n_numbers++;
 }
 
-static fsdpc_status init_states(unit_states *states, fsdpc_unit *unit)
+static fsdpc_status init_states(const fsdpc_optim *optim, unit_states *states, fsdpc_unit *unit)
 {
     size_t n_params = (size_t)unit->layout->n_params, n_groups = (size_t)unit->layout->n_groups;
     states->unit = unit;
     states->params = calloc(n_params, sizeof *states->params);
     states->states = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->states);
     states->extents = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->extents);
-    if (!states->params || !states->states || !states->extents)
+    states->sides = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->sides);
+    states->side_numel = calloc(n_groups, sizeof *states->side_numel);
+    fsdpc_state_place *places = calloc(n_params, sizeof *places);
+    bool made = states->params && states->states && states->extents && states->sides &&
+                states->side_numel && places;
+    for (size_t g = 0; made && g < n_groups; g++)
+        states->side_numel[g] =
+            fsdpc_state_side(&optim->format, unit->layout, (int)g, fsdpc_unit_rank(unit), places);
+    for (size_t i = 0; made && i < n_params; i++)
+        states->params[i] = (param_states){.group = -1, .place = places[i]};
+    free(places);
+    if (!made)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the optimizer of unit '%s'", unit->name);
-    for (size_t i = 0; i < n_params; i++)
-        states->params[i].group = -1;
     return FSDPC_OK;
+}
+
+/* Chunks of a pass, or of gradients that come from a device, end at multiples of 4096 elements and
+ * must not split a block. */
+static fsdpc_status check_codes(const unit_states *states, int param)
+{
+    const fsdpc_offload *offload = &states->unit->offload;
+    size_t row = states->params[param].place.code_row;
+    if (row == 0 || row == FSDPC_LAYOUT_BLOCK || (!offload->tier && !offload->host))
+        return FSDPC_OK;
+    return fsdpc_fail(
+        FSDPC_ERR_UNSUPPORTED,
+        "int8 states of '%s' of unit '%s', which is offloaded, need rows that are a "
+        "multiple of %d elements; its rows have %zu: keep the unit in memory, or take "
+        "bfloat16 states",
+        states->unit->layout->params[param].name, states->unit->name, FSDPC_LAYOUT_BLOCK, row);
+}
+
+static fsdpc_status make_side(unit_states *states, int group, float **out)
+{
+    const fsdpc_unit *unit = states->unit;
+    bool pinned = unit->offload.host && unit->offload.states;
+    return fsdpc_device_alloc_zeroed(unit->device, pinned ? FSDPC_MEM_PINNED : FSDPC_MEM_STATE,
+                                     states->side_numel[group] * sizeof(float), (void **)out);
 }
 
 /* Creates a parameter's states together with those of its whole flat group. */
@@ -125,14 +168,18 @@ static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int par
     if (!hyper)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
                           states->params[param].group, place->name);
+    bool coded = states->side_numel[place->group] > 0;
     for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++) {
         int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
+        FSDPC_TRY(check_codes(states, param));
         if (!states->states[at])
-            FSDPC_TRY(fsdpc_unit_create_array(unit, unit->groups[place->group].plan,
-                                              unit->offload.states, FSDPC_MEM_STATE,
-                                              fsdpc_optim_state_name(optim->kind, s),
-                                              fsdpc_optim_state_dtype(optim, place->dtype),
-                                              &states->extents[at], &states->states[at]));
+            FSDPC_TRY(fsdpc_unit_create_array(
+                unit, unit->groups[place->group].plan, unit->offload.states, FSDPC_MEM_STATE,
+                fsdpc_optim_state_name(optim->kind, s),
+                coded ? FSDPC_U8 : fsdpc_state_plain_dtype(&optim->format, place->dtype),
+                &states->extents[at], &states->states[at]));
+        if (coded && !states->sides[at])
+            FSDPC_TRY(make_side(states, place->group, &states->sides[at]));
     }
     return FSDPC_OK;
 }
@@ -152,7 +199,7 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
                               unit->name);
         states = &optim->units[optim->n_units];
         *states = (unit_states){0};
-        fsdpc_status status = init_states(states, unit);
+        fsdpc_status status = init_states(optim, states, unit);
         if (status != FSDPC_OK) {
             fini_states(states);
             return status;
@@ -166,7 +213,8 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
     if (states->params[param].group >= 0)
         return fsdpc_fail(FSDPC_ERR_VALUE, "parameter '%s' of unit '%s' is in two parameter groups",
                           place->name, unit->name);
-    states->params[param] = (param_states){.group = group, .number = optim->n_numbers++};
+    states->params[param].group = group;
+    states->params[param].number = optim->n_numbers++;
     return FSDPC_OK;
 }
 
@@ -235,27 +283,59 @@ static fsdpc_status open_states(fsdpc_optim *optim, const fsdpc_unit *unit, int 
     return find_states(optim, unit, param, out);
 }
 
+fsdpc_state_memory fsdpc_optim_locate(const fsdpc_optim *optim, const unit_states *states,
+                                      int param, int state, size_t at)
+{
+    const fsdpc_layout *layout = states->unit->layout;
+    const fsdpc_place *place = &layout->params[param];
+    const fsdpc_state_place *own = &states->params[param].place;
+    int i = place->group * FSDPC_OPTIM_MAX_STATES + state;
+    fsdpc_state_memory found = {.dtype = fsdpc_state_plain_dtype(&optim->format, place->dtype)};
+    bool coded = states->side_numel[place->group] > 0;
+    if (coded && !own->code_row) {
+        found.data = states->sides[i] ? states->sides[i] + (own->side + at) : NULL;
+        return found;
+    }
+    found.dtype = coded ? FSDPC_U8 : found.dtype;
+    found.extent = states->extents[i];
+    if (states->states[i])
+        found.data = (unsigned char *)states->states[i] + at * fsdpc_dtype_bytes(found.dtype);
+    if (coded && states->sides[i]) {
+        fsdpc_local_shard local =
+            fsdpc_layout_local_shard(layout, param, fsdpc_unit_rank(states->unit));
+        found.maxima = states->sides[i] + own->side +
+                       fsdpc_code_blocks(at - local.shard_offset, own->code_row);
+    }
+    return found;
+}
+
 static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *states, int param,
                                 int state)
 {
     const fsdpc_layout *layout = states->unit->layout;
-    const fsdpc_place *place = &layout->params[param];
-    fsdpc_optim_view view = {
-        .local = fsdpc_layout_local_shard(layout, param, fsdpc_unit_rank(states->unit)),
-        .dtype = fsdpc_optim_state_dtype(optim, place->dtype)};
-    unsigned char *base = states->states[place->group * FSDPC_OPTIM_MAX_STATES + state];
-    if (base)
-        view.data = base + view.local.shard_offset * fsdpc_dtype_bytes(view.dtype);
+    fsdpc_local_shard local =
+        fsdpc_layout_local_shard(layout, param, fsdpc_unit_rank(states->unit));
+    fsdpc_state_memory at = fsdpc_optim_locate(optim, states, param, state, local.shard_offset);
+    fsdpc_optim_view view = {.local = local, .dtype = at.dtype, .data = at.data};
+    if (at.dtype == FSDPC_U8) {
+        const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, states->params[param].group);
+        view.codes = (fsdpc_code_args){.code = fsdpc_state_code(optim->kind, hyper, state),
+                                       .codes = at.data,
+                                       .maxima = at.maxima,
+                                       .numel = local.numel,
+                                       .row = states->params[param].place.code_row};
+    }
     return view;
 }
 
 /* Call before reading or writing a parameter's rows of a state in place. */
-static fsdpc_status open_rows(const unit_states *states, int param, int state, bool write)
+static fsdpc_status open_rows(const fsdpc_optim *optim, const unit_states *states, int param,
+                              int state, bool write)
 {
-    int group = states->unit->layout->params[param].group;
-    fsdpc_extent *extent = states->extents[group * FSDPC_OPTIM_MAX_STATES + state];
     fsdpc_local_shard local =
         fsdpc_layout_local_shard(states->unit->layout, param, fsdpc_unit_rank(states->unit));
+    fsdpc_extent *extent =
+        fsdpc_optim_locate(optim, states, param, state, local.shard_offset).extent;
     if (!extent)
         return FSDPC_OK;
     return write ? fsdpc_extent_written(extent, local.shard_offset, local.numel)
@@ -267,7 +347,7 @@ fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
 {
     unit_states *states = NULL;
     FSDPC_TRY(open_states(optim, unit, param, &states));
-    FSDPC_TRY(open_rows(states, param, state, write));
+    FSDPC_TRY(open_rows(optim, states, param, state, write));
     *out = view_of(optim, states, param, state);
     return FSDPC_OK;
 }
@@ -303,11 +383,49 @@ fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *un
             states->params[param].momentum = steps > 0 && view.data;
         if (steps != 0 || !view.data)
             continue;
-        FSDPC_TRY(open_rows(states, param, s, true));
+        FSDPC_TRY(open_rows(optim, states, param, s, true));
         FSDPC_TRY(fsdpc_device_fill(optim->device, view.data, 0,
                                     view.local.numel * fsdpc_dtype_bytes(view.dtype), NULL));
+        if (view.codes.maxima) /* a code of 0 may be a number above 0 */
+            FSDPC_TRY(fsdpc_device_fill(
+                optim->device, view.codes.maxima, 0,
+                fsdpc_code_blocks(view.local.numel, view.codes.row) * sizeof(float), NULL));
     }
     return FSDPC_OK;
+}
+
+/* Allocates fp32 numbers for a parameter's rows, which the caller frees. */
+static fsdpc_status alloc_values(const fsdpc_optim *optim, const fsdpc_optim_view *view,
+                                 float **out)
+{
+    return fsdpc_device_alloc(optim->device, FSDPC_MEM_STAGING, view->local.numel * sizeof(float),
+                              (void **)out);
+}
+
+static fsdpc_status write_codes(const fsdpc_optim *optim, const fsdpc_optim_view *view,
+                                const void *from, fsdpc_dtype dtype)
+{
+    fsdpc_stream *main = fsdpc_device_main(optim->device);
+    fsdpc_code_args args = view->codes;
+    FSDPC_TRY(alloc_values(optim, view, &args.values));
+    fsdpc_status status =
+        fsdpc_flat_cast(args.values, FSDPC_F32, from, dtype, view->local.numel, main);
+    if (status == FSDPC_OK)
+        status = fsdpc_flat_encode(&args, main);
+    fsdpc_device_free(optim->device, args.values);
+    return status;
+}
+
+static fsdpc_status collect_codes(const fsdpc_optim *optim, const fsdpc_unit *unit, int param,
+                                  const fsdpc_optim_view *view, void *out)
+{
+    fsdpc_code_args args = view->codes;
+    FSDPC_TRY(alloc_values(optim, view, &args.values));
+    fsdpc_status status = fsdpc_flat_decode(&args, fsdpc_device_main(optim->device));
+    if (status == FSDPC_OK)
+        status = fsdpc_unit_collect_rows(unit, param, FSDPC_F32, args.values, out);
+    fsdpc_device_free(optim->device, args.values);
+    return status;
 }
 
 fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
@@ -321,10 +439,12 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
         return fsdpc_fail(FSDPC_ERR_STATE, "%s as set up keeps no state %d of parameter '%s'",
                           fsdpc_optim_kind_name(optim->kind), state,
                           unit->layout->params[param].name);
-    FSDPC_TRY(open_rows(states, param, state, true));
-    fsdpc_stream *main = fsdpc_device_main(optim->device);
+    FSDPC_TRY(open_rows(optim, states, param, state, true));
     const char *from = (const char *)unsharded + view.local.first * fsdpc_dtype_bytes(dtype);
-    return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.local.numel, main);
+    if (view.dtype == FSDPC_U8)
+        return write_codes(optim, &view, from, dtype);
+    return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.local.numel,
+                           fsdpc_device_main(optim->device));
 }
 
 fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
@@ -336,6 +456,8 @@ fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int
     if (!mine.data)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter '%s' has no state %d yet",
                           unit->layout->params[param].name, state);
-    FSDPC_TRY(open_rows(states, param, state, false));
+    FSDPC_TRY(open_rows(optim, states, param, state, false));
+    if (mine.dtype == FSDPC_U8)
+        return collect_codes(optim, unit, param, &mine, out);
     return fsdpc_unit_collect_rows(unit, param, mine.dtype, mine.data, out);
 }

@@ -8,8 +8,8 @@
  *
  * The first step creates only the states that the hyper-parameters require: none for SGD without
  * momentum, three for amsgrad. States are fp64 for fp64 parameters and otherwise fp32 or, if
- * requested, bf16 with stochastic rounding by (seed, parameter, step, element), independent of the
- * number of ranks.
+ * requested, bf16 with stochastic rounding by (seed, parameter, step, element), or block codes of a
+ * byte per element (state_format.h). All are independent of the number of ranks.
  *
  * As in PyTorch, a parameter without a gradient is skipped: its unit was not reduced since
  * zero_grad, or it is frozen. step() is collective over the ranks of the units' roots.
@@ -17,6 +17,7 @@
 #ifndef FSDPC_ENGINE_OPTIM_H
 #define FSDPC_ENGINE_OPTIM_H
 
+#include "engine/state_format.h"
 #include "engine/unit.h"
 #include "ops/flat_step.h"
 
@@ -26,9 +27,10 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
                                 fsdpc_optim **out);
 void fsdpc_optim_destroy(fsdpc_optim *optim);
 
-/* Sets the state dtype to F32 (the default) or BF16 with a rounding seed; call before adding
+/* Sets the states' format (F32 by default) and the seed of BF16 rounding; call before adding
  * parameters. */
-fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, uint64_t seed);
+fsdpc_status fsdpc_optim_set_format(fsdpc_optim *optim, const fsdpc_state_format *format,
+                                    uint64_t seed);
 
 /* Adds a parameter to hyper-parameter group `group`. A parameter belongs to one group. */
 fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, int group);
@@ -65,8 +67,9 @@ fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *roo
  * written until the next step. */
 typedef struct fsdpc_optim_view {
     fsdpc_local_shard local;
-    fsdpc_dtype dtype;
-    void *data; /* NULL: no step has used this state yet */
+    fsdpc_dtype dtype;     /* U8: block codes */
+    void *data;            /* NULL: no step has used this state yet */
+    fsdpc_code_args codes; /* of `data`, if it holds codes; `values` is NULL */
 } fsdpc_optim_view;
 
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
@@ -83,11 +86,13 @@ fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, 
 fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                         int64_t steps);
 
-/* Copies this rank's rows from the unsharded value of a state, which may have any float dtype. */
+/* Copies or encodes this rank's rows of the unsharded value of a state, which may have any float
+ * dtype. */
 fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                const void *unsharded, fsdpc_dtype dtype);
 
-/* Collective: writes the whole state, in its dtype, to `out` on every rank of the shard group. */
+/* Collective: writes the whole state, in its dtype, to `out` on every rank of the shard group.
+ * Codes are decoded to fp32. */
 fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                  void *out);
 

@@ -2,6 +2,7 @@
 #ifndef FSDPC_ENGINE_OPTIM_INTERNAL_H
 #define FSDPC_ENGINE_OPTIM_INTERNAL_H
 
+#include "engine/state_format.h"
 #include "engine/unit_internal.h"
 #include "ops/flat_step.h"
 
@@ -16,6 +17,7 @@ typedef struct param_states {
     bool stepping; /* part of the current or pending step */
     bool momentum; /* SGD: the momentum buffer has contents, so the next step does not copy the
                     * gradient */
+    fsdpc_state_place place;
 } param_states;
 
 typedef struct unit_states {
@@ -25,6 +27,9 @@ typedef struct unit_states {
      * this is the memory of its extent. */
     void **states;
     fsdpc_extent **extents;
+    /* With the same indices: side arrays (state_format.h), which are never in a file. */
+    float **sides;
+    size_t *side_numel; /* [flat group]; 0: the group is not coded */
     /* The current or pending step. */
     bool waits;             /* the unit is still to be stepped */
     double scale;           /* the gradients' scale */
@@ -35,7 +40,7 @@ struct fsdpc_optim {
     fsdpc_optim_kind kind;
     fsdpc_device *device;
     fsdpc_trace *trace;
-    fsdpc_dtype state_dtype;
+    fsdpc_state_format format;
     uint64_t seed;
     uint32_t n_numbers;
     unit_states *units;
@@ -57,11 +62,17 @@ struct fsdpc_optim {
     size_t host_chunk;      /* elements copied at a time; 0: the default */
 };
 
-/* Returns the dtype of states for a parameter of dtype `param`. */
-static inline fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param)
-{
-    return fsdpc_plan_state_dtype(param, optim->state_dtype);
-}
+/* The memory of one state of a parameter at a position in the shard. */
+typedef struct fsdpc_state_memory {
+    fsdpc_dtype dtype; /* U8: block codes */
+    void *data;        /* NULL: in a pass, or not created yet */
+    float *maxima;
+    fsdpc_extent *extent; /* of `data`; NULL: it is in memory */
+} fsdpc_state_memory;
+
+/* `at` is in the local shard of `param`; for codes, it begins a row. */
+fsdpc_state_memory fsdpc_optim_locate(const fsdpc_optim *optim, const unit_states *states,
+                                      int param, int state, size_t at);
 
 static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_group)
 {

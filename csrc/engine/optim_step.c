@@ -3,7 +3,8 @@
  * Every step joins parameters of a band into runs wherever they can be updated together. Joining
  * costs nanoseconds per parameter, and needs no bookkeeping when parameters are frozen or unfrozen.
  * With bf16 states, each run is a single parameter, because the rounding's random bits depend on
- * the parameter and on the element's index in it.
+ * the parameter and on the element's index in it. The same is true of coded states, whose blocks are
+ * counted inside the parameter.
  *
  * The same pass writes the parameter buffer. This is safe because the step first opens an epoch on
  * every root: all ranks have arrived, so none is reading. A unit without a root (no forward has
@@ -44,18 +45,22 @@ typedef struct run {
     size_t first; /* begin, as an offset in that parameter */
 } run;
 
-/* Finds the address of element `at` of an array, and lowers *end to the end of its contiguous
- * memory. */
-static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t element, size_t at,
-                           size_t *end, void **out)
+/* Finds the address of element `at` of an array in the pass, and lowers *end to the end of its
+ * contiguous memory. */
+static fsdpc_status bring(fsdpc_extent *extent, size_t at, size_t *end, void **out)
 {
     size_t together;
-    *out = memory + at * element;
-    if (!extent)
-        return FSDPC_OK;
     FSDPC_TRY(fsdpc_pass_at(extent, at, out, &together));
     *end = fsdpc_min_size(*end, at + together);
     return FSDPC_OK;
+}
+
+/* Finds element `at` of an array that may be in the pass. */
+static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t element, size_t at,
+                           size_t *end, void **out)
+{
+    *out = memory + at * element;
+    return extent ? bring(extent, at, end, out) : FSDPC_OK;
 }
 
 /* Updates the contiguous part at the front of a run, and removes that part from the run. */
@@ -72,7 +77,7 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
     fsdpc_step_args args = {
         .param_dtype = place->dtype,
         .grad_dtype = group->grad_dtype,
-        .state_dtype = fsdpc_optim_state_dtype(optim, place->dtype),
+        .code_row = own->place.code_row,
         .copy_in_dtype = group->param_dtype,
         .grad_scale = states->scale,
         .grad_scale_at = states->scale_at,
@@ -89,11 +94,12 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
                      part.begin, &part.end, &grad));
     args.grad = grad;
     for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++) {
-        int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
-        if (states->states[at])
-            FSDPC_TRY(locate(states->extents[at], states->states[at],
-                             fsdpc_dtype_bytes(args.state_dtype), part.begin, &part.end,
-                             &args.states[s]));
+        fsdpc_state_memory at = fsdpc_optim_locate(optim, states, part.param, s, part.begin);
+        args.state_dtype = at.dtype;
+        args.states[s] = at.data;
+        args.maxima[s] = at.maxima;
+        if (at.data && at.extent)
+            FSDPC_TRY(bring(at.extent, part.begin, &part.end, &args.states[s]));
     }
     if (on_host)
         FSDPC_TRY(
@@ -121,7 +127,8 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
     const param_states *of_a = &states->params[a], *of_b = &states->params[b];
     return x->group == y->group && x->band == y->band && of_a->group == of_b->group &&
            of_a->steps == of_b->steps && of_a->momentum == of_b->momentum &&
-           optim->state_dtype == FSDPC_F32;
+           optim->format.dtype != FSDPC_BF16 && !of_a->place.code_row && !of_b->place.code_row &&
+           of_a->place.side == of_b->place.side;
 }
 
 /* A band's parameters are in declaration order, so the walk visits neighbours in sequence. Parts of

@@ -90,12 +90,6 @@ typedef struct fsdpc_array_plan {
 fsdpc_array_plan fsdpc_plan_array(const fsdpc_offload *offload, bool offloaded, size_t numel,
                                   fsdpc_dtype dtype);
 
-/* Returns the dtype of states for a parameter of dtype `param`. */
-static inline fsdpc_dtype fsdpc_plan_state_dtype(fsdpc_dtype param, fsdpc_dtype state_dtype)
-{
-    return param == FSDPC_F64 ? FSDPC_F64 : state_dtype;
-}
-
 /* Returns whether masters can be pages of a parameter buffer: modules must read them without a
  * cast, and no step may change them. */
 static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype param_dtype,

@@ -61,10 +61,24 @@ static bool shares_masters(const planner *p, const fsdpc_plan_unit *unit, const 
            fsdpc_plan_shares_masters(group, plan->param_dtype, &unit->options.offload);
 }
 
-static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fsdpc_group *group,
-                               unit_sizes *sizes)
+static fsdpc_status plan_states(planner *p, const fsdpc_plan_unit *unit, const fsdpc_layout *layout,
+                                int g)
 {
-    const fsdpc_root_options *options = p->options;
+    const fsdpc_group *group = &layout->groups[g];
+    const fsdpc_state_format *format = &p->options->format;
+    const fsdpc_offload *offload = &unit->options.offload;
+    size_t side = fsdpc_state_side(format, layout, g, 0, NULL);
+    fsdpc_dtype dtype = side ? FSDPC_U8 : fsdpc_state_plain_dtype(format, group->dtype);
+    fsdpc_array_plan array = fsdpc_plan_array(offload, offload->states, group->shard_numel, dtype);
+    FSDPC_TRY(plan_array(p, "states", FSDPC_MEM_STATE, p->options->n_states, &array));
+    array = fsdpc_plan_array(offload, offload->states && offload->host, side, FSDPC_F32);
+    return plan_array(p, "maxima of states", FSDPC_MEM_STATE, p->options->n_states, &array);
+}
+
+static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fsdpc_layout *layout,
+                               int g, unit_sizes *sizes)
+{
+    const fsdpc_group *group = &layout->groups[g];
     const fsdpc_offload *offload = &unit->options.offload;
     size_t numel = group->shard_numel;
     fsdpc_group_plan plan;
@@ -78,9 +92,7 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
         return FSDPC_OK;
     array = fsdpc_plan_array(offload, offload->gradients, numel, plan.grad_dtype);
     FSDPC_TRY(plan_array(p, "gradients", FSDPC_MEM_GRAD, 1, &array));
-    array = fsdpc_plan_array(offload, offload->states, numel,
-                             fsdpc_plan_state_dtype(group->dtype, options->state_dtype));
-    FSDPC_TRY(plan_array(p, "states", FSDPC_MEM_STATE, options->n_states, &array));
+    FSDPC_TRY(plan_states(p, unit, layout, g));
     if (fsdpc_offload_steps_on_host(offload))
         p->host_ring =
             fsdpc_max_size(p->host_ring, fsdpc_plan_host_bytes(offload, numel,
@@ -104,7 +116,7 @@ static fsdpc_status plan_unit(planner *p, const fsdpc_plan_unit *unit, unit_size
                                   &unit->options.layout, &layout));
     fsdpc_status status = FSDPC_OK;
     for (int g = 0; status == FSDPC_OK && g < layout->n_groups; g++)
-        status = plan_group(p, unit, &layout->groups[g], sizes);
+        status = plan_group(p, unit, layout, g, sizes);
     fsdpc_layout_destroy(layout);
     sizes->fills_shard =
         p->options->single && sizes->n_trained > 0 &&

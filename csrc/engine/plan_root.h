@@ -8,6 +8,7 @@
 #ifndef FSDPC_ENGINE_PLAN_ROOT_H
 #define FSDPC_ENGINE_PLAN_ROOT_H
 
+#include "engine/state_format.h"
 #include "engine/unit.h"
 
 typedef struct fsdpc_plan_unit {
@@ -30,9 +31,9 @@ typedef struct fsdpc_root_options {
     bool single;                       /* one rank, which needs no buffer that others read */
     size_t granule;                    /* of remote windows (slots.h) */
     int prefetch;
-    int n_states; /* per parameter */
-    fsdpc_dtype state_dtype;
-    int micro_steps; /* per step in deterministic mode; 0: not deterministic */
+    int n_states;              /* per parameter */
+    fsdpc_state_format format; /* of states */
+    int micro_steps;           /* per step in deterministic mode; 0: not deterministic */
 } fsdpc_root_options;
 
 typedef struct fsdpc_plan_row {

@@ -124,13 +124,17 @@ fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *a)
         return fsdpc_fail(FSDPC_ERR_DTYPE,
                           "%s: a %s parameter with a float64 gradient; give both one dtype", name,
                           fsdpc_dtype_name(a->param_dtype));
+    bool coded = a->state_dtype == FSDPC_U8 && fsdpc_rule_takes_codes(fsdpc_step_rule_of(a));
     bool state_ok = wide ? a->state_dtype == FSDPC_F64
-                         : a->state_dtype == FSDPC_F32 || a->state_dtype == FSDPC_BF16;
+                         : a->state_dtype == FSDPC_F32 || a->state_dtype == FSDPC_BF16 || coded;
     if (!state_ok && fsdpc_optim_states(a->kind, &a->hyper) > 0)
         return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: states of a %s parameter are %s, not %s", name,
                           fsdpc_dtype_name(a->param_dtype),
-                          wide ? "float64" : "float32 or bfloat16",
+                          wide ? "float64" : "float32, bfloat16 or codes",
                           fsdpc_dtype_name(a->state_dtype));
+    if (a->state_dtype == FSDPC_U8 && (a->code_row == 0 || a->numel % a->code_row != 0))
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s: %zu elements are not whole rows of %zu", name,
+                          a->numel, a->code_row);
     if (a->copy_in)
         FSDPC_TRY(fsdpc_flat_check_dtype(name, a->copy_in_dtype));
     if (a->step < 1)

@@ -8,6 +8,7 @@
  */
 #include "base/random.h"
 #include "base/size.h"
+#include "ops/block_code.h"
 #include "ops/flat_cpu.h"
 #include "ops/vec.h"
 
@@ -62,4 +63,6 @@ const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .step = flat_step,
     .equal = flat_equal,
     .init = flat_init,
+    .encode = flat_encode,
+    .decode = flat_decode,
 };

@@ -79,6 +79,12 @@ static fsdpc_status null_step(const fsdpc_step_args *args, fsdpc_stream *stream)
     return FSDPC_OK;
 }
 
+static fsdpc_status null_code(const fsdpc_code_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
+    return FSDPC_OK;
+}
+
 static fsdpc_status null_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                                fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                                fsdpc_stream *stream)
@@ -110,6 +116,8 @@ static const fsdpc_flat_ops null_ops = {
     .step = null_step,
     .equal = null_equal,
     .init = null_init,
+    .encode = null_code,
+    .decode = null_code,
 };
 
 const fsdpc_flat_ops *fsdpc_flat_ops_null(void)

@@ -92,6 +92,9 @@ typedef struct fsdpc_flat_ops {
                           fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                           fsdpc_stream *stream);
     fsdpc_status (*init)(const fsdpc_init_args *args, fsdpc_stream *stream);
+    /* Block codes and maxima of values, and the reverse. Optional slots. */
+    fsdpc_status (*encode)(const fsdpc_code_args *args, fsdpc_stream *stream);
+    fsdpc_status (*decode)(const fsdpc_code_args *args, fsdpc_stream *stream);
 } fsdpc_flat_ops;
 
 /* Returns the CPU's table for an instruction set (the best kernels up to that set). */
@@ -199,6 +202,18 @@ static inline fsdpc_status fsdpc_flat_equal(const void *dst, fsdpc_dtype dst_dty
 static inline fsdpc_status fsdpc_flat_init(const fsdpc_init_args *args, fsdpc_stream *stream)
 {
     return stream->device->flat->init(args, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_encode(const fsdpc_code_args *args, fsdpc_stream *stream)
+{
+    const fsdpc_flat_ops *ops = stream->device->flat;
+    return ops->encode ? ops->encode(args, stream) : fsdpc_flat_missing(ops, "block codes");
+}
+
+static inline fsdpc_status fsdpc_flat_decode(const fsdpc_code_args *args, fsdpc_stream *stream)
+{
+    const fsdpc_flat_ops *ops = stream->device->flat;
+    return ops->decode ? ops->decode(args, stream) : fsdpc_flat_missing(ops, "block codes");
 }
 
 #endif

@@ -11,11 +11,15 @@
  * rounded up with the probability that preserves its mean. The 16 random bits depend on (seed,
  * number, step, first + i, state), so splitting a parameter does not change the result. amsgrad's
  * maximum is that of the rounded values.
+ *
+ * U8 states are block codes (block_code.h): U8 is their dtype, and `maxima` holds the blocks'
+ * maxima.
  */
 #ifndef FSDPC_OPS_FLAT_STEP_H
 #define FSDPC_OPS_FLAT_STEP_H
 
 #include "base/dtype.h"
+#include "ops/block_code.h"
 #include "ops/optim_table.h"
 
 typedef struct fsdpc_step_args {
@@ -27,7 +31,9 @@ typedef struct fsdpc_step_args {
     fsdpc_dtype grad_dtype; /* F64 only with F64 parameters */
     void *states[FSDPC_OPTIM_MAX_STATES];
     fsdpc_dtype state_dtype;
-    void *copy_in; /* NULL: no copy-in */
+    float *maxima[FSDPC_OPTIM_MAX_STATES]; /* for U8 states, as is the next */
+    size_t code_row; /* a block's row (block_code.h); numel is a multiple of it */
+    void *copy_in;   /* NULL: no copy-in */
     fsdpc_dtype copy_in_dtype;
     size_t numel;
     double grad_scale;           /* F64 parameters use its full precision */
@@ -44,6 +50,14 @@ typedef struct fsdpc_step_args {
 } fsdpc_step_args;
 
 fsdpc_step_scalars fsdpc_step_prepare(const fsdpc_step_args *args);
+
+/* Returns the code of a state that is U8. */
+static inline fsdpc_code fsdpc_state_code(fsdpc_optim_kind kind, const fsdpc_hyper *hyper,
+                                          int state)
+{
+    bool square = fsdpc_rule_has_square(fsdpc_optim_table[kind].rule(hyper), state);
+    return square ? FSDPC_CODE_UROOT8 : FSDPC_CODE_ROOT8;
+}
 
 /* Returns the rule that the hyper-parameters select. */
 static inline fsdpc_step_rule fsdpc_step_rule_of(const fsdpc_step_args *args)

@@ -276,6 +276,9 @@ static void step_blocks_part(void *arg, size_t begin, size_t end)
     }
 }
 
+#include "ops/block_code_body.h"
+#include "ops/flat_step_coded_body.h"
+
 static void step_f64_part(void *arg, size_t begin, size_t end)
 {
     fsdpc_flat_step_f64(((const step_part_args *)arg)->a, begin, end);
@@ -287,10 +290,13 @@ static fsdpc_status flat_step(const fsdpc_step_args *a, fsdpc_stream *stream)
     step_part_args args = {a, step_prepare(a), fsdpc_step_rule_of(a),
                            a->copy_in && can_stream(a->copy_in, a->numel)};
     fsdpc_flat_range_fn part = step_blocks_part;
+    size_t unit = 64;
     if (a->param_dtype == FSDPC_F64)
         part = step_f64_part;
+    else if (a->state_dtype == FSDPC_U8 && fsdpc_rule_states(args.rule) > 0)
+        part = step_coded_part, unit = a->code_row;
     else if (step_has_run(a, args.rule))
         part = step_run_part;
-    fsdpc_flat_split(stream, a->numel, 64, part, &args);
+    fsdpc_flat_split(stream, a->numel, unit, part, &args);
     return FSDPC_OK;
 }

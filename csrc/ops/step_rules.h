@@ -27,6 +27,8 @@
 #ifndef FSDPC_OPS_STEP_RULES_H
 #define FSDPC_OPS_STEP_RULES_H
 
+#include <stdbool.h>
+
 /* X(NAME, function, number of states). Kernels take the rule as a constant. */
 #define FSDPC_STEP_RULE_TABLE(X)                                                                   \
     X(ADAM, adam, 2)                                                                               \
@@ -55,6 +57,29 @@ static inline int fsdpc_rule_states(fsdpc_step_rule rule)
 #undef X
     }
     return 0;
+}
+
+/* Returns whether a state is a mean of squares, which is never negative. */
+static inline bool fsdpc_rule_has_square(fsdpc_step_rule rule, int state)
+{
+    switch (rule) {
+    case FSDPC_RULE_ADAM:
+    case FSDPC_RULE_AMSGRAD:
+        return state > 0;
+    case FSDPC_RULE_RMSPROP:
+    case FSDPC_RULE_RMSPROP_MOMENTUM:
+    case FSDPC_RULE_RMSPROP_CENTERED:
+        return state == 0;
+    default:
+        return false;
+    }
+}
+
+/* Returns whether the states may be block codes (block_code.h). A maximum over all steps would not
+ * survive repeated rounding, nor would a difference of states stay positive. */
+static inline bool fsdpc_rule_takes_codes(fsdpc_step_rule rule)
+{
+    return rule != FSDPC_RULE_AMSGRAD && rule != FSDPC_RULE_RMSPROP_CENTERED;
 }
 
 /* The scalars of a step, in whichever precision. */

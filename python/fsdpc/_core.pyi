@@ -2167,10 +2167,25 @@ class Unit:
 def optimizers() -> dict[str, tuple[str, int]]:
     """Return the table of optimizers: the options of each, and its number of states by default."""
 
+def code_row(shape: Sequence[int], /) -> int:
+    """Return the row inside which a parameter's blocks are counted; 0: its states are not coded."""
+
+def encode_blocks(code: str, values: Tensor, row: int, /) -> tuple[Tensor, Tensor]:
+    """Return the codes (uint8) and the blocks' maxima of float32 numbers in rows."""
+
+def decode_blocks(code: str, codes: Tensor, maxima: Tensor, row: int, /) -> Tensor:
+    """Return the numbers of codes."""
+
 class Optimizer:
     """Updates flat shards by a row of the table of optimizers."""
 
-    def __init__(self, kind: str, state_dtype: DTypeLike = None, seed: int = 0) -> None: ...
+    def __init__(
+        self,
+        kind: str,
+        state_dtype: DTypeLike = None,
+        seed: int = 0,
+        min_coded_numel: int = 0,
+    ) -> None: ...
     def add(self, unit: Unit, i: int, group: int, /) -> None:
         """Add a unit's parameter."""
     def take_number(self) -> int:
@@ -2190,19 +2205,27 @@ class Optimizer:
         p: Tensor,
         grad: Tensor,
         states: tuple[Tensor, ...],
+        maxima: tuple[Tensor, ...],
+        code_row: int,
         /,
     ) -> None:
-        """Update a parameter that belongs to no unit."""
+        """Update a parameter that belongs to no unit; a code_row of 0 means no codes."""
     def state_names(self, group: int, /) -> tuple[str, ...]:
         """Return the names of the states that a group's options require."""
+    def state_codes(self, group: int, /) -> tuple[str, ...]:
+        """Return the names of the block codes that coded states have."""
     def state(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None:
-        """Return this rank's rows of a state, or None if no step has used it yet."""
+        """Return this rank's rows of a state, or None if no step has used it yet. uint8 rows are
+        block codes.
+        """
+    def maxima(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None:
+        """Return the maxima of this rank's blocks of a coded state, else None."""
     def make_states(self, unit: Unit, i: int, /) -> None:
         """Create the missing states."""
     def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None:
-        """Copy this rank's rows from a full state."""
+        """Copy or encode this rank's rows of a full state."""
     def collect(self, unit: Unit, i: int, which: int, /) -> Tensor:
-        """Return a full state; collective."""
+        """Return a full state, decoded; collective."""
     def step_count(self, unit: Unit, i: int, /) -> int:
         """Return a parameter's step count."""
     def set_step_count(self, unit: Unit, i: int, steps: int, /) -> None:
@@ -2250,7 +2273,7 @@ def plan_root(
     single: bool,
     prefetch: int,
     n_states: int,
-    state_dtype: dtype,
+    state_format: tuple[dtype, int],
     micro_steps: int,
     /,
 ) -> list[tuple[str, str, int, int, str]]:

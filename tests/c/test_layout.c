@@ -1,6 +1,9 @@
 /* Layouts: properties that hold for any shapes and ranks, and padding of real models. */
 #include "engine_fixture.h"
 
+#include "engine/state_format.h"
+#include "ops/block_code.h"
+
 enum { MAX_SPECS = 12 };
 
 static const fsdpc_layout_options plain = {0}, even = {.band_per_param = true};
@@ -108,12 +111,6 @@ static void check_bands(const fsdpc_layout *layout, const char *what)
         for (size_t b = 0; b < group->n_bands; b++) {
             const fsdpc_slice *band = &group->bands[b];
             size_t ranks = band->owner < 0 ? (size_t)layout->ranks : 1, end = 0, row = 0;
-            CHECK_NOTE(band->unsharded_offset >= unsharded &&
-                           band->unsharded_offset < unsharded + 64,
-                       "%s", what);
-            CHECK_NOTE(band->shard_offset >= shard && band->shard_offset < shard + 64, "%s", what);
-            unsharded = band->unsharded_offset + ranks * band->numel;
-            shard = band->shard_offset + band->numel;
             for (int i = 0; i < layout->n_params; i++) {
                 const fsdpc_place *place = &layout->params[i];
                 if (place->group != g || place->band != (int)b)
@@ -121,12 +118,55 @@ static void check_bands(const fsdpc_layout *layout, const char *what)
                 end = place->unsharded_offset - band->unsharded_offset + place->numel;
                 row = place->row_numel;
             }
+            size_t align = row % 256 == 0 ? 256 : 64;
+            CHECK_NOTE(band->unsharded_offset >= unsharded &&
+                           band->unsharded_offset < unsharded + align,
+                       "%s", what);
+            CHECK_NOTE(band->shard_offset >= shard && band->shard_offset < shard + align, "%s",
+                       what);
+            CHECK_NOTE(band->shard_offset % align == 0 && band->unsharded_offset % align == 0, "%s",
+                       what);
+            unsharded = band->unsharded_offset + ranks * band->numel;
+            shard = band->shard_offset + band->numel;
             if (band->owner < 0 && end > 0)
                 CHECK_NOTE(ranks * band->numel < end + row + (ranks - 1) * row,
                            "%s: slices of %zu for %zu elements", what, band->numel, end);
         }
         CHECK_NOTE(group->unsharded_numel == unsharded && group->shard_numel == shard, "%s", what);
     }
+}
+
+/* A rank's maxima and fp32 states lie apart in the side array, which is as long on every rank. */
+static void check_sides(const fsdpc_layout *layout, const char *what)
+{
+    const fsdpc_state_format format = {.dtype = FSDPC_U8, .min_coded_numel = 100};
+    fsdpc_state_place *places = calloc((size_t)layout->n_params + 1, sizeof *places);
+    for (int g = 0; g < layout->n_groups; g++) {
+        size_t numel = fsdpc_state_side(&format, layout, g, 0, NULL);
+        for (int rank = 0; rank < layout->ranks; rank++) {
+            unsigned char *taken = calloc(numel + 1, 1);
+            if (!places || !taken)
+                exit(2);
+            CHECK_NOTE(fsdpc_state_side(&format, layout, g, rank, places) == numel, "%s", what);
+            for (int i = 0; i < layout->n_params && numel > 0; i++) {
+                const fsdpc_place *place = &layout->params[i];
+                fsdpc_local_shard local = fsdpc_layout_local_shard(layout, i, rank);
+                size_t row = places[i].code_row, begin = places[i].side, n = local.numel;
+                if (place->group != g || n == 0)
+                    continue;
+                if (row)
+                    CHECK_NOTE(n % row == 0 && local.first % row == 0, "%s: a cut row", what);
+                CHECK_NOTE(row != 256 || local.shard_offset % 256 == 0, "%s: a split block", what);
+                begin += row ? 0 : local.shard_offset;
+                n = row ? fsdpc_code_blocks(n, row) : n;
+                CHECK_NOTE(begin <= numel && n <= numel - begin, "%s: '%s'", what, place->name);
+                for (size_t k = begin; k < begin + n && k < numel; k++)
+                    CHECK_NOTE(!taken[k]++, "%s: '%s' overlaps", what, place->name);
+            }
+            free(taken);
+        }
+    }
+    free(places);
 }
 
 static bool same(const fsdpc_layout *a, const fsdpc_layout *b)
@@ -181,7 +221,10 @@ static void check_layout(const fsdpc_param_spec *specs, int n, int ranks,
         next_owner = (next_owner + 1) % ranks;
     }
     check_apart(layout, what);
+    check_sides(layout, what);
     check_bands(layout, what);
+    if (ranks <= 8)
+        check_sides(layout, what);
     fsdpc_layout_destroy(again);
     fsdpc_layout_destroy(layout);
 }

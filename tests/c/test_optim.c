@@ -99,7 +99,8 @@ static bool steps_in(int param, int step)
 static fsdpc_status make_optim(rig *r, const scene *s, fsdpc_optim **out)
 {
     FSDPC_TRY(fsdpc_optim_create(s->kind, r->device, r->trace, out));
-    FSDPC_TRY(fsdpc_optim_set_state_dtype(*out, s->state, 3));
+    const fsdpc_state_format format = {.dtype = s->state};
+    FSDPC_TRY(fsdpc_optim_set_format(*out, &format, 3));
     for (int p = 0; p < N_PARAMS; p++) {
         if (p != 4)
             FSDPC_TRY(fsdpc_optim_add(*out, r->units[0], p, groups[p]));
@@ -270,6 +271,12 @@ static void test_steps(void)
     }
 }
 
+static fsdpc_status set_dtype(fsdpc_optim *optim, fsdpc_dtype dtype)
+{
+    const fsdpc_state_format format = {.dtype = dtype};
+    return fsdpc_optim_set_format(optim, &format, 0);
+}
+
 static void test_refused(void)
 {
     rig r;
@@ -278,11 +285,11 @@ static void test_refused(void)
     CHECK_OK(add_unit(&r, &s, false));
     fsdpc_optim *optim;
     CHECK_OK(fsdpc_optim_create(FSDPC_OPTIM_ADAMW, r.device, NULL, &optim));
-    CHECK_FAILS(fsdpc_optim_set_state_dtype(optim, FSDPC_F16, 0), FSDPC_ERR_DTYPE, "float16");
+    CHECK_FAILS(set_dtype(optim, FSDPC_F16), FSDPC_ERR_DTYPE, "float16");
     CHECK_OK(fsdpc_optim_add(optim, r.units[0], 0, 0));
     CHECK_FAILS(fsdpc_optim_add(optim, r.units[0], 0, 1), FSDPC_ERR_VALUE, "two parameter groups");
     CHECK_FAILS(fsdpc_optim_add(optim, r.units[0], 1, -1), FSDPC_ERR_VALUE, "count from 0");
-    CHECK_FAILS(fsdpc_optim_set_state_dtype(optim, FSDPC_BF16, 0), FSDPC_ERR_STATE, "before");
+    CHECK_FAILS(set_dtype(optim, FSDPC_BF16), FSDPC_ERR_STATE, "before");
     uint64_t epoch = r.root->param_buffer->epoch;
     CHECK_FAILS(fsdpc_optim_step(optim), FSDPC_ERR_STATE, "no hyper-parameters");
     CHECK(r.root->param_buffer->epoch == epoch && r.root->steps == 0);

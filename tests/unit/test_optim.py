@@ -552,7 +552,7 @@ BAD = [
     ("SGD", dict(nesterov=True), ValueError, "nesterov needs momentum and no dampening, got mom"),
     ("SGD", dict(nesterov=True, momentum=0.9, dampening=0.5), ValueError, "and dampening 0.5"),
     ("Lion", dict(betas=(-0.1, 0.9)), ValueError, r"betas is out of range: \(-0.1, 0.9\)"),
-    ("Lion", dict(state_dtype="float16"), TypeError, "float32 or bfloat16, not float16"),
+    ("Lion", dict(state_dtype="float16"), TypeError, "float32, bfloat16 or int8, not float16"),
 ]
 
 

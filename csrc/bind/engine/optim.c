@@ -13,18 +13,21 @@
 typedef struct py_optimizer {
     PyObject_HEAD fsdpc_optim *optim;
     fsdpc_optim_kind kind;
+    bool coded;      /* states may be block codes */
     PyObject *units; /* list of Unit */
 } py_optimizer;
 
 static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    FSDPC_PY_KEYWORDS(names, "kind", "state_dtype", "seed");
+    FSDPC_PY_KEYWORDS(names, "kind", "state_dtype", "seed", "min_coded_numel");
     const char *name;
     PyObject *dtype_object = NULL;
     unsigned long long seed = 0;
-    fsdpc_dtype dtype = FSDPC_F32;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|OK", names, &name, &dtype_object, &seed) ||
-        fsdpc_py_dtype_optional(dtype_object, &dtype) < 0)
+    Py_ssize_t min_coded = 0;
+    fsdpc_state_format format = {.dtype = FSDPC_F32};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|OKn", names, &name, &dtype_object, &seed,
+                                     &min_coded) ||
+        fsdpc_py_dtype_optional(dtype_object, &format.dtype) < 0)
         return NULL;
     int kind = fsdpc_optim_find(name);
     if (kind == FSDPC_OPTIM_KINDS)
@@ -35,10 +38,12 @@ static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     py_optimizer *self = (py_optimizer *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
+    format.min_coded_numel = (size_t)min_coded;
     self->units = PyList_New(0);
     fsdpc_status status = fsdpc_optim_create(kind, runtime->device, runtime->trace, &self->optim);
     if (status == FSDPC_OK)
-        status = fsdpc_optim_set_state_dtype(self->optim, dtype, seed);
+        status = fsdpc_optim_set_format(self->optim, &format, seed);
+    self->coded = format.dtype == FSDPC_U8;
     self->kind = (fsdpc_optim_kind)kind;
     if (!self->units || status != FSDPC_OK) {
         Py_DECREF(self);
@@ -186,6 +191,9 @@ static int read_options(const py_optimizer *self, PyObject *options, fsdpc_hyper
     const fsdpc_optim_row *row = &fsdpc_optim_table[self->kind];
     if (row->refuse)
         row->refuse(out, why, sizeof why);
+    if (!why[0] && self->coded && !fsdpc_rule_takes_codes(row->rule(out)))
+        snprintf(why, sizeof why, "%s with %s cannot have int8 states: take float32 or bfloat16",
+                 row->name, out->amsgrad ? "amsgrad" : "centered");
     if (why[0])
         PyErr_SetString(PyExc_ValueError, why);
     return why[0] ? -1 : 0;
@@ -252,16 +260,35 @@ static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_none(status);
 }
 
+static PyObject *optimizer_state_codes(PyObject *object, PyObject *arg)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    int group = (int)PyLong_AsLong(arg);
+    if (group == -1 && PyErr_Occurred())
+        return NULL;
+    const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
+    if (!hyper)
+        return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
+    int n = fsdpc_optim_states(self->kind, hyper);
+    PyObject *names = PyTuple_New(n);
+    for (int s = 0; names && s < n; s++)
+        fsdpc_py_put(
+            &names, s,
+            PyUnicode_FromString(fsdpc_py_code_name(fsdpc_state_code(self->kind, hyper, s))));
+    return names;
+}
+
 /* Steps parameters that belong to no unit. */
 static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 {
     py_optimizer *self = (py_optimizer *)object;
-    PyObject *p_object, *grad_object, *states;
+    PyObject *p_object, *grad_object, *states, *maxima;
+    Py_ssize_t code_row;
     int group, copy_gradient;
     unsigned int number;
     long long step;
-    if (!PyArg_ParseTuple(args, "iILpOOO!", &group, &number, &step, &copy_gradient, &p_object,
-                          &grad_object, &PyTuple_Type, &states))
+    if (!PyArg_ParseTuple(args, "iILpOOO!O!n", &group, &number, &step, &copy_gradient, &p_object,
+                          &grad_object, &PyTuple_Type, &states, &PyTuple_Type, &maxima, &code_row))
         return NULL;
     const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(object));
@@ -280,8 +307,17 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
                          .grad_scale = 1,
                          .step = step,
                          .copy_gradient = copy_gradient != 0,
-                         .number = number};
-    bool fits = grad->numel == p->numel;
+                         .number = number,
+                         .code_row = (size_t)code_row};
+    bool fits = grad->numel == p->numel && fsdpc_py_code_fits(p->numel, code_row);
+    for (Py_ssize_t i = 0; code_row && i < PyTuple_GET_SIZE(maxima); i++) {
+        fsdpc_tensor *t =
+            i < FSDPC_OPTIM_MAX_STATES ? fsdpc_py_tensor_of(PyTuple_GET_ITEM(maxima, i)) : NULL;
+        if (!t)
+            return NULL;
+        fits &= t->dtype == FSDPC_F32 && t->numel == fsdpc_code_blocks(p->numel, a.code_row);
+        a.maxima[i] = t->data;
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
         fsdpc_tensor *state = fsdpc_py_tensor_of(PyTuple_GET_ITEM(states, i));
         if (!state)
@@ -290,6 +326,7 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
         a.states[i] = state->data;
         a.state_dtype = state->dtype;
     }
+    fits &= (a.state_dtype == FSDPC_U8) == (code_row > 0);
     if (!fits)
         return PyErr_Format(PyExc_ValueError,
                             "parameter, gradient and states have one number of elements, and the "
@@ -335,6 +372,27 @@ static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int 
     return unit ? unit->ref->unit : NULL;
 }
 
+/* Returns a tensor over memory of the optimizer. */
+static PyObject *export_state(PyObject *object, PyObject *unit_object, fsdpc_dtype dtype, int ndim,
+                              const size_t *shape, void *data)
+{
+    fsdpc_unit_ref *unit = ((fsdpc_py_unit *)unit_object)->ref;
+    fsdpc_tensor *t;
+    exported_state *exported = fsdpc_py_array(1, sizeof *exported);
+    if (!exported)
+        return NULL;
+    *exported = (exported_state){object, unit};
+    fsdpc_status status = fsdpc_tensor_wrap(fsdpc_unit_device(unit->unit), dtype, ndim, shape, data,
+                                            release_state, exported, &t);
+    if (status != FSDPC_OK) {
+        PyMem_Free(exported);
+        return fsdpc_py_raise(status);
+    }
+    Py_INCREF(object);
+    fsdpc_unit_export(fsdpc_unit_ref_acquire(unit)->unit, 1);
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+}
+
 static PyObject *optimizer_state(PyObject *object, PyObject *args)
 {
     int param, which, write = 0;
@@ -350,20 +408,25 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
         Py_RETURN_NONE;
     size_t shape[FSDPC_MAX_DIMS];
     int ndim = fsdpc_py_local_shape(&fsdpc_unit_layout(unit)->params[param], &view.local, shape);
-    fsdpc_tensor *t;
-    exported_state *exported = fsdpc_py_array(1, sizeof *exported);
-    if (!exported)
+    return export_state(object, PyTuple_GET_ITEM(args, 0), view.dtype, ndim, shape, view.data);
+}
+
+static PyObject *optimizer_maxima(PyObject *object, PyObject *args)
+{
+    int param, which, write = 0;
+    fsdpc_optim_view view;
+    fsdpc_unit *unit = state_args(object, args, &param, &which, &write);
+    if (!unit)
         return NULL;
-    *exported = (exported_state){object, ((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0))->ref};
-    status = fsdpc_tensor_wrap(fsdpc_unit_device(unit), view.dtype, ndim, shape, view.data,
-                               release_state, exported, &t);
-    if (status != FSDPC_OK) {
-        PyMem_Free(exported);
+    fsdpc_status status =
+        fsdpc_optim_state(((py_optimizer *)object)->optim, unit, param, which, write != 0, &view);
+    if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    }
-    Py_INCREF(object);
-    fsdpc_unit_export(fsdpc_unit_ref_acquire(exported->unit)->unit, 1);
-    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+    if (!view.codes.maxima)
+        Py_RETURN_NONE;
+    size_t blocks = fsdpc_code_blocks(view.local.numel, view.codes.row);
+    return export_state(object, PyTuple_GET_ITEM(args, 0), FSDPC_F32, 1, &blocks,
+                        view.codes.maxima);
 }
 
 static PyObject *optimizer_make_states(PyObject *object, PyObject *args)
@@ -410,8 +473,9 @@ static PyObject *optimizer_collect(PyObject *object, PyObject *args)
     fsdpc_tensor *t = NULL;
     fsdpc_status status = fsdpc_optim_state(optim, unit, param, which, false, &view);
     if (status == FSDPC_OK)
-        status =
-            fsdpc_tensor_create(fsdpc_unit_device(unit), view.dtype, place->ndim, place->shape, &t);
+        status = fsdpc_tensor_create(fsdpc_unit_device(unit),
+                                     view.dtype == FSDPC_U8 ? FSDPC_F32 : view.dtype, place->ndim,
+                                     place->shape, &t);
     if (status == FSDPC_OK)
         FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_collect(optim, unit, param, which, t->data));
     return fsdpc_py_result(PyType_GetModuleState(Py_TYPE(object)), status, t);
@@ -451,7 +515,9 @@ static PyMethodDef optimizer_methods[] = {
     FSDPC_PY_METHOD(Optimizer, step, optimizer_step, METH_NOARGS),
     FSDPC_PY_METHOD(Optimizer, step_alone, optimizer_step_alone, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, state_names, optimizer_state_names, METH_O),
+    FSDPC_PY_METHOD(Optimizer, state_codes, optimizer_state_codes, METH_O),
     FSDPC_PY_METHOD(Optimizer, state, optimizer_state, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, maxima, optimizer_maxima, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, make_states, optimizer_make_states, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, write, optimizer_write, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, collect, optimizer_collect, METH_VARARGS),

@@ -1,4 +1,5 @@
-/* plan_root(units, mesh, groups, remote, single, prefetch, n_states, state_dtype, micro_steps): the
+/* plan_root(units, mesh, groups, remote, single, prefetch, n_states, (state_dtype, min_coded_numel),
+ * micro_steps): the
  * rows of plan_root.h. plan_unsharded(units, ranks, prefetch, remote): the bytes of unsharded
  * parameters, for estimates that have sizes instead of shapes. */
 #include "bind/engine/tier.h"
@@ -73,13 +74,16 @@ static int read_options(PyObject *module, PyObject *args, PyObject **units_out,
                         fsdpc_root_options *out)
 {
     PyObject *state_dtype;
+    Py_ssize_t min_coded;
     int remote, single;
-    if (!PyArg_ParseTuple(args, "O!(ii)((ii)(ii))ppiiOi", &PyList_Type, units_out, &out->replicate,
-                          &out->shard, &out->shards.hosts, &out->shards.local_size,
+    if (!PyArg_ParseTuple(args, "O!(ii)((ii)(ii))ppii(On)i", &PyList_Type, units_out,
+                          &out->replicate, &out->shard, &out->shards.hosts, &out->shards.local_size,
                           &out->replicas.hosts, &out->replicas.local_size, &remote, &single,
-                          &out->prefetch, &out->n_states, &state_dtype, &out->micro_steps) ||
-        fsdpc_py_dtype_parse(state_dtype, &out->state_dtype) < 0)
+                          &out->prefetch, &out->n_states, &state_dtype, &min_coded,
+                          &out->micro_steps) ||
+        fsdpc_py_dtype_parse(state_dtype, &out->format.dtype) < 0)
         return -1;
+    out->format.min_coded_numel = (size_t)min_coded;
     out->remote = remote;
     out->single = single;
     bool moves = remote && out->shard > 1;

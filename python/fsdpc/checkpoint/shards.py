@@ -16,6 +16,7 @@ from fsdpc import _core, distributed
 from fsdpc._core import Tensor
 from fsdpc.checkpoint.schema import FILE_DTYPES
 from fsdpc.nn.module import Module, Parameter
+from fsdpc.optim import formats
 from fsdpc.optim.optimizer import Optimizer
 
 
@@ -176,6 +177,7 @@ class StateAccess:
     def __init__(self, optimizer: Any, model: Any) -> None:
         self.optimizer = optimizer
         self.names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+        self._converts: dict[int, dict[str, Tensor]] = {}  # values read in another format
 
     @property
     def kind(self) -> str:
@@ -187,7 +189,7 @@ class StateAccess:
         return self.optimizer.step_count(p)
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, Tensor]:
-        """Return the memory of this rank's rows of the states, creating missing states.
+        """Return memory for this rank's rows of the states, creating missing states.
 
         Parameters
         ----------
@@ -195,7 +197,30 @@ class StateAccess:
         wanted : collection of str, optional
             The states in a checkpoint, if they will be read.
         """
-        return self.optimizer.state_views(p, write=wanted is not None)
+        views = self.memory(p, write=wanted is not None)
+        coded, saved = (any(map(formats.is_maxima, names)) for names in (views, wanted or ()))
+        if wanted is None or coded == saved:
+            return views
+        read = self._converts[id(p)] = {}
+        for name, view in views.items():
+            if formats.is_maxima(name):
+                continue
+            read[name] = _core.zeros(view.shape, dtype=_core.uint8 if saved else _core.float32)
+            if saved:
+                blocks = formats.blocks_in(view.numel(), self.place(p)[0])
+                read[name + formats.MAXIMA] = _core.zeros((blocks,))
+        return read
+
+    def memory(self, p: Any, write: bool) -> dict[str, Tensor]:
+        """Return the memory of this rank's rows of the states, creating missing states."""
+        return self.optimizer.state_views(p, write=write)
+
+    def converts(self, p: Any) -> None:
+        """Convert states that were read in another format than the optimizer's."""
+        if read := self._converts.pop(id(p), None):
+            shape = self.place(p)[0]
+            views = self.memory(p, write=True)
+            formats.write_rows(self.optimizer._codes(p), views, read, shape)
 
     def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
         """Return a parameter's full shape, and this rank's first element and replica index."""
@@ -232,6 +257,7 @@ class StateAccess:
 
     def set_steps(self, p: Any, steps: int) -> None:
         """Set one step count."""
+        self.converts(p)
         self.optimizer.set_step_count(p, steps)
 
 
@@ -292,7 +318,10 @@ def states_of(optimizer: Any, model: Any, saved: Saved | None = None) -> States:
 def _states(access: StateAccess, p: Any, name: str, saved: Saved | None) -> list[Shard]:
     wanted = None if saved is None else saved.states.get(name, [])
     shape, first, replica = access.place(p)
-    return [
-        Shard(f"{name}.{state}", shape, first, memory.numel(), memory, replica)
-        for state, memory in access.views(p, wanted).items()
-    ]
+    found = []
+    for state, memory in access.views(p, wanted).items():
+        place = shape, first
+        if formats.is_maxima(state):
+            place = (formats.blocks_in(prod(shape), shape),), formats.blocks_in(first, shape)
+        found.append(Shard(f"{name}.{state}", *place, memory.numel(), memory, replica))
+    return found

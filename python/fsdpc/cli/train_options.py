@@ -26,7 +26,7 @@ from fsdpc.sharding.offload import CLASSES, OffloadPolicy
 from fsdpc.sharding.rules import check_reshard
 from fsdpc.sharding.strategies import ShardingStrategy, apply_strategy
 
-STATE_DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16}
+STATE_DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "int8": "int8"}
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
 # Options that --no-NAME turns off, and all options without a value.

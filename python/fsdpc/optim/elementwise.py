@@ -23,9 +23,10 @@ class AdamW(Optimizer):
     amsgrad : bool, default False
         Divide by the maximum of all second moments so far, which is a third state.
     maximize : bool, default False
-    state_dtype : dtype, default float32
-        float32 or bfloat16. bfloat16 states are rounded stochastically, so their expected value is
-        exact. States of float64 parameters are always float64.
+    state_dtype : dtype, "int8" or Int8, default float32
+        float32, bfloat16 or "int8". bfloat16 states are rounded stochastically, so their expected
+        value is exact. "int8" takes a byte per element (:class:`Int8`), without amsgrad. States of
+        float64 parameters are always float64.
     seed : int, default 0
         Seed for stochastic rounding; the same on every rank.
 
@@ -88,7 +89,7 @@ class Adam(AdamW):
     weight_decay : float, default 0
     amsgrad : bool, default False
     maximize : bool, default False
-    state_dtype : dtype, default float32
+    state_dtype : dtype, "int8" or Int8, default float32
     seed : int, default 0
         The last four, the notes and the errors are as in :class:`AdamW`.
 
@@ -143,7 +144,7 @@ class SGD(Optimizer):
     nesterov : bool, default False
         Requires momentum and no dampening.
     maximize : bool, default False
-    state_dtype : dtype, default float32
+    state_dtype : dtype, "int8" or Int8, default float32
     seed : int, default 0
         The last two, the notes and the errors are as in :class:`AdamW`.
 
@@ -193,7 +194,7 @@ class Lion(Optimizer):
     weight_decay : float, default 0
         Use three to ten times AdamW's.
     maximize : bool, default False
-    state_dtype : dtype, default float32
+    state_dtype : dtype, "int8" or Int8, default float32
     seed : int, default 0
         The last two, the notes and the errors are as in :class:`AdamW`.
 
@@ -248,7 +249,7 @@ class RMSprop(Optimizer):
     centered : bool, default False
         Divide by the root of the variance instead. The optimizer then has three states.
     maximize : bool, default False
-    state_dtype : dtype, default float32
+    state_dtype : dtype, "int8" or Int8, default float32
     seed : int, default 0
         The last two, the notes and the errors are as in :class:`AdamW`.
 

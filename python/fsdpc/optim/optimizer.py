@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdpc import _core
 from fsdpc.nn.module import Parameter
+from fsdpc.optim import formats
 from fsdpc.optim import state as _state
 
 
@@ -19,7 +20,7 @@ class Optimizer:
         As for :class:`AdamW`.
     defaults : dict
         Default options of groups.
-    state_dtype : dtype, default float32
+    state_dtype : dtype, "int8" or Int8, default float32
     seed : int, default 0
 
     Attributes
@@ -55,8 +56,8 @@ class Optimizer:
             groups = [{"params": groups}]
         self.param_groups: list[dict[str, Any]] = []
         self._defaults = defaults
-        self._state_dtype = _core.float32 if state_dtype is None else _core.as_dtype(state_dtype)
-        self._core = _core.Optimizer(self._KIND, self._state_dtype, seed)
+        self._format = formats.as_format(state_dtype)
+        self._core = _core.Optimizer(self._KIND, self._format[0], seed, self._format[1])
         self._group_of: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._plain: dict[int, _Plain] = {}
@@ -164,18 +165,24 @@ class Optimizer:
         states = self._plain_states(p)
         own.step += 1
         self._core.step_alone(
-            group, own.number, own.step, not own.momentum, p, p.grad, tuple(states.values())
-        )
+            group, own.number, own.step, not own.momentum, p, p.grad, tuple(states.values()),
+            tuple(own.maxima.values()), own.code_row,
+        )  # fmt: skip
         own.momentum = own.momentum or "momentum_buffer" in states
 
     def _plain_states(self, p: Parameter) -> dict[str, _core.Tensor]:
         """Return an unsharded parameter's states, creating any that are missing."""
         own = self._plain[id(p)]
         names = self._core.state_names(self._group_of[id(p)])
-        dtype = _core.float64 if p.dtype is _core.float64 else self._state_dtype
+        dtype = _core.float64 if p.dtype is _core.float64 else self._format[0]
+        row = own.code_row = formats.code_row(self._format, p.dtype, p.shape)
+        if dtype is _core.uint8 and row == 0:
+            dtype = _core.float32
         for name in names:
             if name not in own.states:
                 own.states[name] = _core.zeros(p.shape, dtype=dtype)
+                if row:
+                    own.maxima[name] = _core.zeros((formats.blocks_in(p.numel(), p.shape),))
         return {name: own.states[name] for name in names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -209,9 +216,23 @@ class Optimizer:
         """
         states: dict[str, Any] = {"step": self.step_count(p)}
         for k, name in enumerate(self._state_names(p)):
-            view = self._view(p, k, name)
-            states[name] = None if view is None else view.clone()
+            states[name] = self._decoded(p, k, name)
         return states
+
+    def _decoded(self, p: Parameter, which: int, name: str) -> _core.Tensor | None:
+        """Return a copy of this rank's rows of a state as floats; None before the first step."""
+        view = self._view(p, which, name)
+        if view is None:
+            return None
+        _, code = self._codes(p)[which]
+        return formats.decoded(code, view, self._maxima(p, which, name), view.shape)
+
+    def _codes(self, p: Parameter) -> list[tuple[str, str]]:
+        """Return the name and the code of each state."""
+        group = self._group_of[id(p)]
+        return list(
+            zip(self._core.state_names(group), self._core.state_codes(group), strict=True)
+        )
 
     def state_views(self, p: Parameter, write: bool = True) -> dict[str, _core.Tensor]:
         """Return views of this rank's state rows; see set_step_count.
@@ -226,14 +247,24 @@ class Optimizer:
         Returns
         -------
         dict of str to Tensor
-            States with the shape of ``p.local``. Missing states are created as zeros.
+            States with the shape of ``p.local``. Missing states are created as zeros. A state that
+            is coded is uint8, and ``"<name>_blockmax"`` has the maxima of its blocks.
         """
         self.step_count(p)
         if p._unit is None:
-            return self._plain_states(p)
-        self._core.make_states(p._unit, p._index)
-        views = {name: self._view(p, k, name, write) for k, name in enumerate(self._state_names(p))}
+            self._plain_states(p)
+        else:
+            self._core.make_states(p._unit, p._index)
+        views = {}
+        for k, name in enumerate(self._state_names(p)):
+            views[name] = self._view(p, k, name, write)
+            views[name + formats.MAXIMA] = self._maxima(p, k, name, write)
         return {name: view for name, view in views.items() if view is not None}
+
+    def _write_rows(self, p: Parameter, values: Mapping[str, _core.Tensor]) -> None:
+        """Write this rank's rows of the states, floats or codes."""
+        shape = p.shape if p._unit is None else p.local.shape
+        formats.write_rows(self._codes(p), self.state_views(p), values, shape)
 
     def step_count(self, p: Parameter) -> int:
         """Return a parameter's step count.
@@ -264,6 +295,7 @@ class Optimizer:
         own.step = steps
         if steps == 0:
             own.states.clear()
+            own.maxima.clear()
         own.momentum = "momentum_buffer" in own.states
 
     def state_dict(self) -> dict[str, Any]:
@@ -316,6 +348,13 @@ class Optimizer:
             return self._core.state(p._unit, p._index, which, write)
         return self._plain_of(p).states.get(name)
 
+    def _maxima(
+        self, p: Parameter, which: int, name: str, write: bool = False
+    ) -> _core.Tensor | None:
+        if p._unit is not None:
+            return self._core.maxima(p._unit, p._index, which, write)
+        return self._plain_of(p).maxima.get(name)
+
 
 class _Plain:
     """States of an unsharded parameter."""
@@ -325,3 +364,5 @@ class _Plain:
         self.step = 0
         self.momentum = False
         self.states: dict[str, _core.Tensor] = {}
+        self.maxima: dict[str, _core.Tensor] = {}
+        self.code_row = 0

@@ -127,10 +127,12 @@ def full_states(
 ) -> Iterator[tuple[str, _core.Tensor]]:
     """Yield (name, full value) for each state of a parameter, or only for the state ``wanted``."""
     for k, name in enumerate(optimizer._state_names(p)):
-        own = optimizer._view(p, k, name)
-        if own is not None and wanted in (None, name):
-            sharded = p._unit is not None
-            yield name, optimizer._core.collect(p._unit, p._index, k) if sharded else own.clone()
+        if wanted not in (None, name) or optimizer._view(p, k, name) is None:
+            continue
+        if p._unit is not None:
+            yield name, optimizer._core.collect(p._unit, p._index, k)
+        elif (own := optimizer._decoded(p, k, name)) is not None:
+            yield name, own
 
 
 def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
@@ -206,12 +208,11 @@ def _check_states(
 
 
 def _load_one(optimizer: Optimizer, p: Parameter, entry: Mapping[str, Any]) -> None:
-    for k, name in enumerate(optimizer._state_names(p)):
-        if name not in entry:
-            continue
-        value = float_tensor(entry[name])
-        if p._unit is None:
-            optimizer._plain_states(p)[name].copy_(value)
-        else:
-            optimizer._core.write(p._unit, p._index, k, value)
+    names = optimizer._state_names(p)
+    values = {name: float_tensor(entry[name]) for name in names if name in entry}
+    if p._unit is None:
+        optimizer._write_rows(p, values)
+    else:
+        for name, value in values.items():
+            optimizer._core.write(p._unit, p._index, names.index(name), value)
     optimizer.set_step_count(p, int(entry["step"]))

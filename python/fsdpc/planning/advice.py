@@ -59,8 +59,9 @@ def _offloads(case: Case) -> Iterator[Change]:
 
 def _states(case: Case) -> Iterator[Change]:
     if case.simulated.get("state_dtype") in (None, _core.float32):
-        yield Change({"state_dtype": _core.bfloat16}, "--state-dtype bf16",
-                     "the optimizer's states are rounded")  # fmt: skip
+        for dtype, option in (_core.bfloat16, "bf16"), ("int8", "int8"):
+            yield Change({"state_dtype": dtype}, f"--state-dtype {option}",
+                         "the optimizer's states are rounded")  # fmt: skip
 
 
 def _shorter(case: Case) -> Iterator[Change]:

@@ -12,6 +12,7 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc.display.svg import size
 from fsdpc.distributed import group
+from fsdpc.optim.formats import as_format
 from fsdpc.planning import memory_picture
 from fsdpc.planning.snapshot import Snapshot
 from fsdpc.sharding import rules
@@ -200,7 +201,7 @@ class _Question(NamedTuple):
     single: bool  # one rank, which needs no buffer that others read
     prefetch: int
     n_states: int
-    state_dtype: _core.dtype
+    state_format: tuple[_core.dtype, int]
 
     def ask(self, device: str, hosts: int, micro_steps: int) -> dict[str, Any]:
         """Return the fields of a plan: bytes by category, and messages between hosts."""
@@ -210,7 +211,7 @@ class _Question(NamedTuple):
         rows = _core.plan_root(
             [unit._replace(offload=unit.offload[device]) for unit in self.units],
             self.mesh, tuple(group[:2] for group in groups), is_gpu, self.single, self.prefetch,
-            self.n_states, self.state_dtype, micro_steps,
+            self.n_states, self.state_format, micro_steps,
         )  # fmt: skip
         found = dict.fromkeys(_CATEGORIES, 0)
         messages: dict[str, int] = {}
@@ -260,8 +261,8 @@ def memory_plan(
         The optimizer's name, or the number of states that it keeps per parameter.
     offload_policy : OffloadPolicy, optional
         As in :func:`fully_shard`, for a model that is not sharded.
-    state_dtype : dtype, default float32
-        Dtype of the optimizer's states.
+    state_dtype : dtype, "int8" or Int8, default float32
+        Of the optimizer's states.
 
     Returns
     -------
@@ -315,7 +316,7 @@ def memory_plan(
         and (world is None or world.size > 1 or world.transport == "self"),
         prefetch=model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1,
         n_states=STATES[optimizer] if isinstance(optimizer, str) else int(optimizer),
-        state_dtype=_core.float32 if state_dtype is None else _core.as_dtype(state_dtype),
+        state_format=as_format(state_dtype),
     )
     activation = None
     if batch_shape is not None:

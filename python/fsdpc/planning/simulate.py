@@ -18,6 +18,7 @@ from typing import Any
 from fsdpc import _core
 from fsdpc.display.svg import size
 from fsdpc.nn.module import Module
+from fsdpc.optim.formats import state_bytes
 from fsdpc.planning.clock import Clock, Network
 from fsdpc.planning.memory_plan import STATES, MemoryPlan, groups_on_hosts, memory_plan
 from fsdpc.planning.played import Played, play_step
@@ -57,7 +58,7 @@ class SimulateOptions:
         Seconds that a rank spends on each message to another host; only for CPUs.
     memory_bandwidth : float, default infinite
         Bytes per second in the optimizer's pass over masters, gradients and states.
-    state_dtype : dtype, default float32
+    state_dtype : dtype, "int8" or Int8, default float32
         Dtype of the optimizer's states.
     offload_policy : OffloadPolicy, optional
         The arrays to keep on a disk, as in :func:`fsdpc.fully_shard`; the folder is not used.
@@ -299,7 +300,7 @@ def simulate(
     params = {id(p): p for p in model.parameters()}.values()
     held = sum(math.prod(p.shape) * p.dtype.itemsize for p in params)
     element = (o.mp_policy and o.mp_policy.param_dtype or _core.float32).itemsize
-    state = 4 if o.state_dtype is None else _core.as_dtype(o.state_dtype).itemsize
+    state = state_bytes(o.state_dtype)
     numel, states = whole.grad / 4, 2 * state * STATES[o.optimizer]  # read and written
     optimizer = max(
         numel * (12 + states + element) / o.memory_bandwidth,
@@ -332,7 +333,7 @@ def simulate(
 # ---- from the options to a plan ----
 
 
-def _disk_bytes(policy: OffloadPolicy | None, states: int) -> float:
+def _disk_bytes(policy: OffloadPolicy | None, states: float) -> float:
     """Return the disk bytes per shard element and step, excluding page cache traffic."""
     each = {"masters": 8, "optimizer": states, "gradients": 8, "params": 0}
     return policy.fraction * sum(each[name] for name in policy.on_disk) if policy else 0.0

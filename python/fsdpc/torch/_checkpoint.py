@@ -170,6 +170,7 @@ class _Access(StateAccess):
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self.optimizer = optimizer
+        self._converts = {}
         self.parts: dict[int, dict[str, torch.Tensor]] = {}
         units = _units(model)
         self.names = {}
@@ -240,9 +241,13 @@ class _FlatAccess(_Access):
         self.optimizer._core.make_states(p.fsdpc.unit, p.fsdpc._index)
         if self.has_parts(p):
             return self.even_parts(p, self.optimizer.state_tensors(p), wanted)
-        return self.optimizer.state_rows(p, write=wanted is not None)
+        return super().views(p, wanted)
+
+    def memory(self, p: Any, write: bool) -> dict[str, _core.Tensor]:
+        return self.optimizer.state_rows(p, write)
 
     def set_steps(self, p: Any, steps: int) -> None:
+        self.converts(p)
         if rows := self.rows(p) if self.has_parts(p) else None:
             self.optimizer.set_shard_state(p, rows)
         self.optimizer._core.set_step_count(p.fsdpc.unit, p.fsdpc._index, steps)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fsdpc import _core
+from fsdpc.optim import formats
 from fsdpc.torch import _device, _shards
 from fsdpc.torch._unit import ShardInfo, UnitState, take_grads
 
@@ -53,8 +54,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         fields, _ = _core.optimizers()[cls._kind]
         cls._hypers = tuple(fields.replace("beta1 beta2", "betas").split())
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._core = _core.Optimizer(self._kind)
+    def __init__(self, params: Any, defaults: dict[str, Any], state_dtype: Any = None) -> None:
+        if isinstance(state_dtype, torch.dtype):
+            state_dtype = str(state_dtype).removeprefix("torch.")
+        dtype, min_numel = formats.as_format(state_dtype)
+        self._core = _core.Optimizer(self._kind, dtype, 0, min_numel)
         self._units: dict[int, UnitState] = {}
         super().__init__(params, defaults)
 
@@ -109,18 +113,25 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._core.step()
         return loss
 
-    def _names(self, p: torch.Tensor) -> tuple[str, ...]:
+    def _codes(self, p: torch.Tensor) -> list[tuple[str, str]]:
+        """Return the name and the code of each state."""
         for i, group in enumerate(self.param_groups):
             if any(q is p for q in group["params"]):
-                return self._core.state_names(i)
+                codes = self._core.state_codes(i)
+                return list(zip(self._core.state_names(i), codes, strict=True))
         raise KeyError(f"the optimizer was not given this parameter {tuple(p.shape)}")
 
     def state_rows(self, p: Any, write: bool = False) -> dict[str, _core.Tensor]:
-        """Return this rank's rows of a parameter's states, in the engine's memory."""
+        """Return this rank's rows of a parameter's states, in the engine's memory.
+
+        A coded state is uint8, and ``"<name>_blockmax"`` has the maxima of its blocks.
+        """
         unit, i = p.fsdpc.unit, p.fsdpc._index
-        names = enumerate(self._names(p))
-        states = ((name, self._core.state(unit, i, k, write)) for k, name in names)
-        return {name: rows for name, rows in states if rows is not None}
+        rows: dict[str, _core.Tensor | None] = {}
+        for k, (name, _) in enumerate(self._codes(p)):
+            rows[name] = self._core.state(unit, i, k, write)
+            rows[name + formats.MAXIMA] = self._core.maxima(unit, i, k, write)
+        return {name: held for name, held in rows.items() if held is not None}
 
     def _steps_of(self, p: Any) -> int:
         return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
@@ -133,13 +144,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {"step": torch.tensor(float(steps)), **self.state_tensors(p)}
 
     def state_tensors(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return a parameter's states as DTensors over the engine's memory."""
+        """Return a parameter's states as DTensors: over the engine's memory, or decoded copies."""
         state, i = p.fsdpc._state, p.fsdpc._index
         shape, show = state.unit.local(i).shape, state.layouts[i].show
-        return {
-            n: state.wrap(i, show(_device.to_torch(t).reshape(shape)))
-            for n, t in self.state_rows(p).items()
-        }
+        rows, found = self.state_rows(p), {}
+        for name, code in self._codes(p):
+            if name in rows:
+                held, most = rows[name], rows.get(name + formats.MAXIMA)
+                held = held if most is None else formats.decoded(code, held, most, shape)
+                found[name] = state.wrap(i, show(_device.to_torch(held).reshape(shape)))
+        return found
 
     def set_shard_state(self, p: Any, values: Mapping[str, Any]) -> None:
         """Load ``step`` and this rank's rows of a parameter's states."""
@@ -148,10 +162,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         if held:
             self._core.make_states(unit, i)
         layout = p.fsdpc._state.layouts[i]
-        for name, rows in self.state_rows(p, write=bool(held)).items():
-            if name in held:
-                given = layout.rows_of(_shards.local(p, held[name]))
-                _device.to_torch(rows).reshape(-1).copy_(given.reshape(-1))
+        views = self.state_rows(p, write=bool(held))
+        for name, code in self._codes(p):
+            if name not in held or name not in views:
+                continue
+            given = layout.rows_of(_shards.local(p, held[name]))
+            if name + formats.MAXIMA in views:
+                floats = _device.to_engine(given.float().reshape(views[name].shape).contiguous())
+                formats.write_rows([(name, code)], views, {name: floats}, unit.local(i).shape)
+            else:
+                _device.to_torch(views[name]).reshape(-1).copy_(given.reshape(-1))
         # Set the step count last, because it marks the states as valid. torch's SGD does not count
         # steps.
         self._core.set_step_count(unit, i, int(values.get("step", bool(held))))
@@ -185,6 +205,8 @@ class AdamW(FlatOptimizer):
     amsgrad, maximize : bool, default False
     foreach, capturable, differentiable, fused : optional
         Accepted if the value has no effect here; the step is always fused.
+    state_dtype : dtype, "int8" or fsdpc.optim.Int8, default float32
+        As in :class:`fsdpc.optim.AdamW`. State dicts have coded states as floats.
 
     Raises
     ------
@@ -207,6 +229,7 @@ class AdamW(FlatOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: Any = None,
     ) -> None:
         if differentiable:
             raise NotImplementedError("differentiable steps: use torch.optim")
@@ -215,7 +238,7 @@ class AdamW(FlatOptimizer):
             "amsgrad": amsgrad, "maximize": maximize, "foreach": foreach,
             "capturable": capturable, "differentiable": False, "fused": fused,
             **({_DECOUPLED: self._kind == "AdamW"} if _DECOUPLED in _OF_ADAM else {}),
-        })  # fmt: skip
+        }, state_dtype)  # fmt: skip
 
 
 class Adam(AdamW):
@@ -269,6 +292,7 @@ class SGD(FlatOptimizer):
         nesterov: bool = False,
         **options: Any,
     ) -> None:
+        state_dtype = options.pop("state_dtype", None)
         unknown = set(options) - {"maximize", "foreach", "differentiable", "fused"}
         if unknown:
             raise TypeError(f"SGD has no options {sorted(unknown)}")
@@ -276,7 +300,7 @@ class SGD(FlatOptimizer):
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": False, "foreach": None, "differentiable": False,
             "fused": None, **options,
-        })  # fmt: skip
+        }, state_dtype)  # fmt: skip
 
 
 class Lion(FlatOptimizer):
@@ -301,10 +325,11 @@ class Lion(FlatOptimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
+        state_dtype: Any = None,
     ) -> None:
         super().__init__(params, {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize,
-        })  # fmt: skip
+        }, state_dtype)  # fmt: skip
 
 
 class RMSprop(FlatOptimizer):
@@ -335,6 +360,7 @@ class RMSprop(FlatOptimizer):
         centered: bool = False,
         **options: Any,
     ) -> None:
+        state_dtype = options.pop("state_dtype", None)
         unknown = set(options) - {"maximize", "foreach", "capturable", "differentiable"}
         if unknown:
             raise TypeError(f"RMSprop has no options {sorted(unknown)}")
@@ -342,7 +368,7 @@ class RMSprop(FlatOptimizer):
             "lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay,
             "momentum": momentum, "centered": centered, "maximize": False, "foreach": None,
             "capturable": False, "differentiable": False, **options,
-        })  # fmt: skip
+        }, state_dtype)  # fmt: skip
 
 
 def _plain(value: Any) -> Any:

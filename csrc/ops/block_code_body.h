@@ -1,0 +1,172 @@
+/* The arithmetic of block codes, and the table's `encode` and `decode`.
+ *
+ * Included by flat_step_body.h. Roots and divisions are correctly rounded and nothing is fused, so
+ * every path gives the same bytes.
+ */
+
+enum { CODE_1 = 0x3f800000 }; /* bits of 1.0f */
+
+FSDPC_INLINE float code_levels(fsdpc_code code)
+{
+    return code == FSDPC_CODE_ROOT8 ? 127.0f : 255.0f;
+}
+
+/* Loads n bytes as numbers; the lanes after them are 0. (gcc splits __builtin_convertvector of bytes
+ * into single elements.) */
+FSDPC_INLINE fsdpc_vi code_load(fsdpc_code code, const uint8_t *codes, size_t n)
+{
+    uint8_t few[FSDPC_LANES] = {0};
+    if (!FSDPC_WHOLE(n))
+        codes = memcpy(few, codes, n);
+#if defined(FSDPC_VEC_AVX512)
+    __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)codes);
+    fsdpc_vi q = (fsdpc_vi)(code == FSDPC_CODE_ROOT8 ? _mm512_cvtepi8_epi32(bytes)
+                                                     : _mm512_cvtepu8_epi32(bytes));
+#elif defined(FSDPC_VEC_AVX2)
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)codes);
+    fsdpc_vi q = (fsdpc_vi)(code == FSDPC_CODE_ROOT8 ? _mm256_cvtepi8_epi32(bytes)
+                                                     : _mm256_cvtepu8_epi32(bytes));
+#else
+    fsdpc_vi q;
+    for (int i = 0; i < FSDPC_LANES; i++)
+        q[i] = code == FSDPC_CODE_ROOT8 ? (int8_t)codes[i] : codes[i];
+#endif
+    return q;
+}
+
+/* Stores the low bytes of n numbers. */
+FSDPC_INLINE void code_store(uint8_t *codes, fsdpc_vi q, size_t n)
+{
+    uint8_t bytes[FSDPC_LANES];
+#if defined(FSDPC_VEC_AVX512)
+    _mm_storeu_si128((__m128i *)(void *)bytes, _mm512_cvtepi32_epi8((__m512i)q));
+#elif defined(FSDPC_VEC_AVX2)
+    __m256i low = _mm256_shuffle_epi8((__m256i)q, _mm256_set1_epi32(0x0c080400));
+    _mm_storel_epi64(
+        (__m128i *)(void *)bytes,
+        _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+#else
+    for (int i = 0; i < FSDPC_LANES; i++)
+        bytes[i] = (uint8_t)q[i];
+#endif
+    memcpy(codes, bytes, n);
+}
+
+/* Returns the values of n codes. Shifting the bits of a root that is at most 1 drops its sign. */
+FSDPC_INLINE fsdpc_vf code_decode(fsdpc_code code, const uint8_t *codes, float maximum, size_t n)
+{
+    fsdpc_vi q = code_load(code, codes, n);
+    fsdpc_vf root = __builtin_convertvector(q, fsdpc_vf) * (1 / code_levels(code));
+    fsdpc_vi share = (fsdpc_vi)(((fsdpc_vu)root << 2) - 3u * CODE_1);
+    if (code == FSDPC_CODE_UROOT8)
+        return (fsdpc_vf)share * maximum;
+    return fsdpc_vf_copysign((fsdpc_vf)(share & ~(q == 0)), root) * maximum;
+}
+
+/* Encodes n values of a block; `inverse` is the inverse of its maximum. Adding 1.5 * 2^23 rounds to
+ * an integer, which is then in the low bits. */
+FSDPC_INLINE void code_encode(fsdpc_code code, uint8_t *codes, fsdpc_vf value, float inverse,
+                              size_t n)
+{
+    const float levels = code_levels(code);
+    fsdpc_vi share = (fsdpc_vi)(fsdpc_vf_abs(value) * inverse);
+    fsdpc_vf root = (fsdpc_vf)((share >> 2) + (CODE_1 - CODE_1 / 4));
+    if (code == FSDPC_CODE_UROOT8)
+        root = fsdpc_vf_max(root, fsdpc_vf_splat(1 / levels));
+    else
+        root = (fsdpc_vf)((fsdpc_vu)root | ((fsdpc_vu)value & 0x80000000u));
+    fsdpc_vi q = (fsdpc_vi)step_fused_by(root, levels, fsdpc_vf_splat(0x1.8p23f));
+    code_store(codes, q, n);
+}
+
+/* Returns the larger magnitude of each lane as bits, which sort like magnitudes with NaN last. */
+FSDPC_INLINE fsdpc_vi code_most(fsdpc_vi most, fsdpc_vf value)
+{
+    fsdpc_vi bits = (fsdpc_vi)fsdpc_vf_abs(value);
+#if defined(FSDPC_VEC_AVX512)
+    return (fsdpc_vi)_mm512_max_epi32((__m512i)bits, (__m512i)most);
+#elif defined(FSDPC_VEC_AVX2)
+    return (fsdpc_vi)_mm256_max_epi32((__m256i)bits, (__m256i)most);
+#else
+    fsdpc_vi above = bits > most;
+    return (bits & above) | (most & ~above);
+#endif
+}
+
+FSDPC_INLINE float code_maximum(fsdpc_vi most)
+{
+    int32_t lanes[FSDPC_LANES];
+    memcpy(lanes, &most, sizeof most);
+    for (int half = FSDPC_LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    float maximum = fsdpc_f32_from_bits((uint32_t)lanes[0]);
+    return maximum < 0x1p-120f ? 0 : maximum;
+}
+
+/* Encodes a block of n values with this maximum; `values` has room for a whole vector more. */
+FSDPC_INLINE void code_block(fsdpc_code code, uint8_t *codes, const float *values, float maximum,
+                             size_t n)
+{
+    float inverse = maximum == 0 ? 0 : 1 / maximum;
+    size_t i = 0;
+    for (; i + FSDPC_LANES <= n; i += FSDPC_LANES)
+        code_encode(code, codes + i, fsdpc_vf_load(values + i), inverse, FSDPC_LANES);
+    if (i < n)
+        code_encode(code, codes + i, fsdpc_vf_load(values + i), inverse, n - i);
+}
+
+static void encode_part(void *arg, size_t begin, size_t end)
+{
+    const fsdpc_code_args *a = arg;
+    float values[FSDPC_CODE_BLOCK + FSDPC_LANES];
+    float *maximum = a->maxima + fsdpc_code_blocks(begin, a->row);
+    for (size_t at = begin, n; at < end; at += n, maximum++) {
+        fsdpc_vi most = {0};
+        n = fsdpc_min_size(FSDPC_CODE_BLOCK, a->row - at % a->row);
+        memcpy(values, a->values + at, n * sizeof *values);
+        memset(values + n, 0, FSDPC_LANES * sizeof *values);
+        for (size_t i = 0; i < n; i += FSDPC_LANES)
+            most = code_most(most, fsdpc_vf_load(values + i));
+        *maximum = code_maximum(most);
+        switch (a->code) {
+#define X(NAME, name)                                                                              \
+    case FSDPC_CODE_##NAME:                                                                        \
+        code_block(FSDPC_CODE_##NAME, a->codes + at, values, *maximum, n);                         \
+        break;
+            FSDPC_CODE_TABLE(X)
+#undef X
+        }
+    }
+}
+
+static void decode_part(void *arg, size_t begin, size_t end)
+{
+    const fsdpc_code_args *a = arg;
+    const float *maximum = a->maxima + fsdpc_code_blocks(begin, a->row);
+    for (size_t at = begin, n; at < end; at += n, maximum++) {
+        n = fsdpc_min_size(FSDPC_CODE_BLOCK, a->row - at % a->row);
+        for (size_t i = 0; i < n; i += FSDPC_LANES) {
+            size_t some = fsdpc_min_size(FSDPC_LANES, n - i);
+            fsdpc_vf value =
+                a->code == FSDPC_CODE_ROOT8
+                    ? code_decode(FSDPC_CODE_ROOT8, a->codes + at + i, *maximum, some)
+                    : code_decode(FSDPC_CODE_UROOT8, a->codes + at + i, *maximum, some);
+            fsdpc_vf_store_n(a->values + at + i, value, some);
+        }
+    }
+}
+
+static fsdpc_status flat_encode(const fsdpc_code_args *args, fsdpc_stream *stream)
+{
+    fsdpc_code_args a = *args;
+    fsdpc_flat_split(stream, a.numel, a.row, encode_part, &a);
+    return FSDPC_OK;
+}
+
+static fsdpc_status flat_decode(const fsdpc_code_args *args, fsdpc_stream *stream)
+{
+    fsdpc_code_args a = *args;
+    fsdpc_flat_split(stream, a.numel, a.row, decode_part, &a);
+    return FSDPC_OK;
+}
