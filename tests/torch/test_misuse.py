@@ -404,6 +404,7 @@ def test_torchs_fully_shard_over_ours_is_named(tmp_path: Any, over: str, used: b
     modules = {"around": nn.Sequential(ours, nn.ReLU()), "unit": ours.blocks[0], "layer": ours.last}
     again = over in ("all", "unit")
     wrong = "already been applied" if again else r"would shard rows .* fsdpc shards already: leave"
+    wrong = "already managed by `fully_shard`" if over == "replicate" else wrong
     with pytest.raises(AssertionError if again else RuntimeError, match=wrong):
         (replicate if over == "replicate" else theirs)(modules.get(over, ours))
     train_twins(ours, plain, optimizers, 2)

@@ -88,9 +88,10 @@ def _refusal(name: str) -> Any:
 
 
 def register(module: nn.Module, state: TorchState) -> None:
-    """Let torch's ``fully_shard.state(module)`` find a state."""
+    """Let torch's ``fully_shard.state(module)`` find a state, and ``replicate()`` skip a module."""
     theirs = getattr(getattr(_torch_home(), "fully_shard", None), "__wrapped__", None)
     if theirs is not None:
-        from torch.distributed._composable.contract import STATE_KEY
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
         module.__dict__.setdefault(STATE_KEY, {})[theirs] = state
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
