@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.sharding import fsdp_module, offload, rules
+from fsdpc.sharding.strategies import replicated_mesh
 from fsdpc.torch import _compiled, _convert, _device, _forward, _fsdp2, _initialise
 from fsdpc.torch._checks import (
     as_offload,
@@ -291,8 +292,9 @@ def fully_shard(
     ignored_params : iterable of nn.Parameter, optional
         Parameters that are neither sharded nor reduced.
     dp_mesh_dims : DataParallelMeshDims of torch, optional
-        Which dimensions of ``mesh`` to shard and to replicate over. Parameters are DTensors on the
-        whole mesh, or plain if it has no further dimensions (torch 2.13 accepts only DTensors).
+        Which dimensions of ``mesh`` to shard and to replicate over; without the former, nothing is
+        sharded. Parameters are DTensors on the whole mesh, or plain if it has no further dimensions
+        (torch 2.13 accepts only DTensors).
     sync_module_states : bool, default False
         Copy rank 0's initial parameters to every rank; otherwise, differences are an error. Buffers
         are left unchanged.
@@ -394,6 +396,8 @@ def fully_shard(
     check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
+    if dp_mesh_dims is not None and not dp_mesh_dims.shard_names:
+        given = replicated_mesh(given)
     lines = [
         f"{rules.describe(name, p, _value(p, sync_module_states))}{layout}"
         for (name, p), layout in zip(named, layouts, strict=True)
