@@ -273,10 +273,10 @@ def test_parameters_that_are_no_plain_tensors(tmp_path: Any) -> None:
         (DTensor.from_local(values.to(torch.int8), mesh["tp"]), TypeError, "torch.int8 cannot"),
         (TwoTensor(values, values), NotImplementedError, "TwoTensor, a subclass"),
         (values.as_subclass(Gathers), NotImplementedError, "Gathers, whose fsdp_pre"),
-        (values.to(torch.int8), TypeError, "torch.int8 cannot be sharded"),
+        (values.to(torch.complex64), TypeError, "torch.complex64 cannot be sharded"),
     ):
         model: Any = nn.Sequential(nn.Linear(4, 4))
-        model[0].weight = nn.Parameter(value, requires_grad=False)
+        model[0].weight = nn.Parameter(value, requires_grad=value.is_complex())
         with pytest.raises(error, match=f"parameter '0.weight'.*{what}.* with ignored_params"):
             fully_shard(model, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"], ignored_params={model[0].weight})

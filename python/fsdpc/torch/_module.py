@@ -24,6 +24,7 @@ from fsdpc.torch._checks import (
     check_sync_norms,
     check_whole,
     dimension_of,
+    left_whole,
     log_once,
     mark_replaced,
     placement_on,
@@ -290,7 +291,8 @@ def fully_shard(
         policy can also keep arrays in host memory: ``CPUOffloadPolicy()`` puts masters, gradients
         and optimizer states there.
     ignored_params : iterable of nn.Parameter, optional
-        Parameters that are neither sharded nor reduced.
+        Parameters that are neither sharded nor reduced. Frozen ones of dtypes other than float32,
+        bfloat16, float16 and float64 are also not sharded, but their values must be equal.
     dp_mesh_dims : DataParallelMeshDims of torch, optional
         Which dimensions of ``mesh`` to shard and to replicate over; without the former, nothing is
         sharded. Parameters are DTensors on the whole mesh, or plain if it has no further dimensions
@@ -382,6 +384,8 @@ def fully_shard(
         spmd, (mesh, data) = mesh, data_mesh(mesh, dp_mesh_dims)
     inside = rules.inside_of(modules)
     placement = placement_on(mesh, shard_placement_fn, modules)
+    left = left_whole(inside, ignored)
+    ignored += [p for _, p in left]
     found = rules.collect(inside, ignored, partial(check_parameter, modules=modules))
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
@@ -392,16 +396,17 @@ def fully_shard(
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the other ranks
+    if dp_mesh_dims is not None and not dp_mesh_dims.shard_names:
+        given = replicated_mesh(given)
     where = rules.place(None if mesh is None else given, strategy, reshard_after_forward)
     check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
-    if dp_mesh_dims is not None and not dp_mesh_dims.shard_names:
-        given = replicated_mesh(given)
     lines = [
         f"{rules.describe(name, p, _value(p, sync_module_states))}{layout}"
         for (name, p), layout in zip(named, layouts, strict=True)
     ]
+    lines += [rules.describe(name, p, _value(p, sync_module_states)) for name, p in left]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms, _initialise.CURE)
     if _device.on_cpu():
@@ -430,6 +435,7 @@ def fully_shard(
         if not p.is_meta:
             values = layouts[i].store(p.detach())
             state.unit.write(i, values_of(values, where.comms, sync_module_states))
+    _keep_whole(left, where.comms, sync_module_states)
     mark_replaced(named, state)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
@@ -482,6 +488,14 @@ _FRONTEND = rules.Frontend(
 
 def _nothing(module: nn.Module, args: Any) -> None:
     """Hook a forward, so that torch does not take the path without hooks."""
+
+
+def _keep_whole(left: list[tuple[str, nn.Parameter]], comms: list[Any], synced: bool) -> None:
+    for name, p in left:
+        log_once(f"every rank keeps all of '{name}': units have no parameters of {p.dtype}")
+        if synced and not p.is_meta:
+            values = p.detach().reshape(-1).view(torch.uint8)
+            values.copy_(_device.to_torch(values_of(values, comms, True)))
 
 
 def _value(p: nn.Parameter, synced: bool) -> str:
