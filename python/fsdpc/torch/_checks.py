@@ -280,8 +280,7 @@ def left_whole(inside: Inside, ignored: list[Any]) -> list[tuple[str, nn.Paramet
     return [
         (name, p)
         for name, p in named
-        if type(p) is nn.Parameter
-        and not (p.requires_grad or p.dtype in SHARDED or id(p) in taken)
+        if type(p) is nn.Parameter and not (p.requires_grad or p.dtype in SHARDED or id(p) in taken)
     ]
 
 

@@ -150,16 +150,17 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Raise an error, because the engine's all-reduces provide no tensor to pass to a hook."""
         raise NotImplementedError(
-            "set_all_reduce_hook: replicas are summed inside the engine; read .grad after backward"
+            "set_all_reduce_hook: the engine sums replicas. For a sum of your own, shard over a "
+            "mesh without them, and reduce p.grad.to_local() after backward"
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raise an error, because the engine implements all-gathers."""
-        raise NotImplementedError("set_custom_all_gather: gathers are looks at shared memory here")
+        raise NotImplementedError("set_custom_all_gather: the engine gathers")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Raise an error, because the engine implements reductions."""
-        raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
+        raise NotImplementedError("set_custom_reduce_scatter: the engine reduces")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept but ignore the option: gathers are always asynchronous."""
