@@ -95,9 +95,9 @@ def test_a_script_of_ddp() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["DDP", "replicate"])
+@pytest.mark.parametrize("how", ["DDP", "replicate", "inside"])
 def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
-    """Torch's DDP reduces what it is not told to ignore; replicate() skips units by itself."""
+    """Torch's DDP reduces what it is not told to ignore; replicate() and units skip each other."""
     from torch.distributed._composable import replicate
 
     join_gloo(tmp_path)
@@ -114,7 +114,10 @@ def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
     wrap._set_params_and_buffers_to_ignore_for_model(model, sharded)
     with pytest.raises(RuntimeError, match=r"\.DataParallel around Net"):
         nn.DataParallel(model)
-    outer = wrap(model) if how == "DDP" else replicate(model)
+    if how == "inside":
+        replicate(model.last)
+    outer = {"DDP": wrap, "replicate": replicate, "inside": fully_shard}[how](model)
+    assert not hasattr(model.last.weight, "fsdpc")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (outer, plain)]
     for step in range(3):
         x = batch(step, fsdpc.rank())
@@ -126,7 +129,7 @@ def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
             optimizer.zero_grad()
     for name, p in plain.named_parameters():
         ours = model.get_parameter(name)
-        value = ours.full_tensor() if name in sharded else ours.detach()
+        value = ours.full_tensor() if hasattr(ours, "fsdpc") else ours.detach()
         torch.testing.assert_close(value, p.detach(), msg=lambda m, n=name: f"{n}: {m}")
     dist.destroy_process_group()
 

@@ -364,6 +364,7 @@ def fully_shard(
     mp_policy = mp_policy or MixedPrecisionPolicy()
     check_policy(mp_policy)
     ignored = rules.as_params("ignored_params", ignored_params, torch.Tensor)
+    ignored += _fsdp2.replicated(modules)
     whole = rules.as_params("whole_params", whole_params, torch.Tensor)
     if plan is not None:
         options = {
