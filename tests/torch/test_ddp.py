@@ -95,9 +95,9 @@ def test_a_script_of_ddp() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["DDP", "replicate"])
+@pytest.mark.parametrize("how", ["DDP", "replicate", "inside"])
 def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
-    """Told to ignore sharded parameters, torch's DDP reduces the other parameters alone."""
+    """Torch's DDP reduces what it is not told to ignore; replicate() and units skip each other."""
     from torch.distributed._composable import replicate
 
     join_gloo(tmp_path)
@@ -105,17 +105,19 @@ def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
     plain = build()
     model = twin(plain)
     for block in model.blocks[:2]:
-        fully_shard(block, ignored_params=block.norm.parameters())
+        fully_shard(block, ignored_params=block.norm.parameters() if how == "DDP" else None)
     sharded = [name for name, p in model.named_parameters() if hasattr(p, "fsdpc")]
-    assert sharded == [f"blocks.{k}.linear.{key}" for k in (0, 1) for key in ("weight", "bias")]
+    assert len(sharded) == (4 if how == "DDP" else 8)
     wrap._set_params_and_buffers_to_ignore_for_model(model, sharded[1:])
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel around Net.* ignore them"):
         wrap(model)
     wrap._set_params_and_buffers_to_ignore_for_model(model, sharded)
     with pytest.raises(RuntimeError, match=r"\.DataParallel around Net"):
         nn.DataParallel(model)
-    linears = [block.linear for block in model.blocks[:2]]
-    outer = wrap(model) if how == "DDP" else replicate(model, ignored_modules=linears)
+    if how == "inside":
+        replicate(model.last)
+    outer = {"DDP": wrap, "replicate": replicate, "inside": fully_shard}[how](model)
+    assert not hasattr(model.last.weight, "fsdpc")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (outer, plain)]
     for step in range(3):
         x = batch(step, fsdpc.rank())
@@ -127,7 +129,7 @@ def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
             optimizer.zero_grad()
     for name, p in plain.named_parameters():
         ours = model.get_parameter(name)
-        value = ours.full_tensor() if name in sharded else ours.detach()
+        value = ours.full_tensor() if hasattr(ours, "fsdpc") else ours.detach()
         torch.testing.assert_close(value, p.detach(), msg=lambda m, n=name: f"{n}: {m}")
     dist.destroy_process_group()
 

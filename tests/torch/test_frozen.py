@@ -117,6 +117,22 @@ def test_a_gradient_that_is_given_to_what_is_frozen() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+def test_frozen_parameters_of_other_dtypes_stay_whole(dtype: torch.dtype) -> None:
+    model = build()
+    values = torch.arange(5).add(fsdpc.rank()).to(dtype)
+    model.last.codes = torch.nn.Parameter(values.clone(), requires_grad=False)
+    with pytest.raises(fsdpc.MismatchError, match=r"last\.codes"):
+        shard(model)
+    model = build()
+    model.last.codes = torch.nn.Parameter(values.clone(), requires_grad=False)
+    ours = shard(model, sync_module_states=True)
+    loss_of(ours, batch(0, 0)).backward()
+    assert type(ours.last.codes) is torch.nn.Parameter and ours.last.weight.grad is not None
+    assert torch.equal(ours.state_dict()["last.codes"].float(), torch.arange(5).float())
+
+
+@pytest.mark.ranks(2)
 def test_gradients_in_the_way_are_named() -> None:
     model, plain = prepare()
     both(model, plain, 0)

@@ -202,6 +202,9 @@ def test_bad_input() -> None:
         twin(net)
     with pytest.raises(ValueError, match="out of range"):
         optim.AdamW(net.parameters(), lr=-1)
+    for kind in (optim.AdamW, optim.Adam, optim.SGD, optim.RMSprop):
+        with pytest.raises(NotImplementedError, match=r"differentiable.*torch\.optim"):
+            kind(net.parameters(), differentiable=True)
     with pytest.raises(NotImplementedError, match="set_all_reduce_hook"):
         net.set_all_reduce_hook(lambda t: None)
 

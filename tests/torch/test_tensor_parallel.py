@@ -455,6 +455,7 @@ def on_full_mesh(model: Odd, mesh: DeviceMesh, dims: DataParallelMeshDims) -> Od
     [
         (("dp", "tp"), DataParallelMeshDims(shard="dp")),
         (("dp", "cp"), DataParallelMeshDims(shard=("dp", "cp"))),
+        (("dp", "tp"), DataParallelMeshDims(replicate="dp")),
         (("replicate", "dp", "cp", "tp"), DataParallelMeshDims(("dp", "cp"), "replicate")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
@@ -515,8 +516,7 @@ def test_plain_parameters_of_a_data_parallel_mesh(tmp_path: Path) -> None:
             fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**given))
 
     refused(r"'wide.weight' is plain, and dp_mesh_dims leaves \['replicate'\]", shard="shard")
-    refused("no dimension 'dp' in the names", shard="dp")
-    refused("for DDP, give strategy='NO_SHARD'", replicate="shard")
+    refused("'dp' not found in mesh.mesh_dim_names", shard="dp")
     refused("DTensor over .*, not over", parallel_odd(mesh["tp"]), shard="shard", replicate="tp")
     cut = on_full_mesh(copy.deepcopy(plain), mesh, dims=DataParallelMeshDims(shard="replicate"))
     refused(r"Replicate\(\) on the dimensions of dp_mesh_dims", cut, shard="shard")

@@ -22,7 +22,7 @@ from fsdpc.sharding.rules import Inside
 from fsdpc.torch import _device, _forward, _shards
 from fsdpc.torch._param_layout import check_spec, local_of
 from fsdpc.torch._unit import ShardInfo, UnitState
-from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
+from fsdpc.torch.policies import SHARDED, CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
 
 
 @cache
@@ -268,6 +268,20 @@ def check_parameter(
         raise NotImplementedError(
             f"parameter '{name}' is on {p.device}: units live on the CPU or on a GPU of CUDA"
         )
+
+
+def left_whole(inside: Inside, ignored: list[Any]) -> list[tuple[str, nn.Parameter]]:
+    """Return the plain frozen parameters of dtypes that units lack (integers, float8).
+
+    Every rank keeps all of such a parameter.
+    """
+    named = [(path + key, p) for path, m in inside for key, p in m._parameters.items()]
+    taken = {id(p) for p in ignored}
+    return [
+        (name, p)
+        for name, p in named
+        if type(p) is nn.Parameter and not (p.requires_grad or p.dtype in SHARDED or id(p) in taken)
+    ]
 
 
 def dimension_of(

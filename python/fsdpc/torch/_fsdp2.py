@@ -87,10 +87,19 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
+def replicated(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of submodules that torch's ``replicate()`` reduces."""
+    from torch.distributed._composable.contract import _get_registry
+
+    inner = (m for top in modules for m in top.modules() if "replicate" in (_get_registry(m) or ()))
+    return [p for m in inner for p in m.parameters()]
+
+
 def register(module: nn.Module, state: TorchState) -> None:
-    """Let torch's ``fully_shard.state(module)`` find a state."""
+    """Let torch's ``fully_shard.state(module)`` find a state, and ``replicate()`` skip a module."""
     theirs = getattr(getattr(_torch_home(), "fully_shard", None), "__wrapped__", None)
     if theirs is not None:
-        from torch.distributed._composable.contract import STATE_KEY
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
         module.__dict__.setdefault(STATE_KEY, {})[theirs] = state
+        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()

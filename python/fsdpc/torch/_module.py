@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.sharding import fsdp_module, offload, rules
+from fsdpc.sharding.strategies import replicated_mesh
 from fsdpc.torch import _compiled, _convert, _device, _forward, _fsdp2, _initialise
 from fsdpc.torch._checks import (
     as_offload,
@@ -23,6 +24,7 @@ from fsdpc.torch._checks import (
     check_sync_norms,
     check_whole,
     dimension_of,
+    left_whole,
     log_once,
     mark_replaced,
     placement_on,
@@ -148,16 +150,17 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Raise an error, because the engine's all-reduces provide no tensor to pass to a hook."""
         raise NotImplementedError(
-            "set_all_reduce_hook: replicas are summed inside the engine; read .grad after backward"
+            "set_all_reduce_hook: the engine sums replicas. For a sum of your own, shard over a "
+            "mesh without them, and reduce p.grad.to_local() after backward"
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raise an error, because the engine implements all-gathers."""
-        raise NotImplementedError("set_custom_all_gather: gathers are looks at shared memory here")
+        raise NotImplementedError("set_custom_all_gather: the engine gathers")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Raise an error, because the engine implements reductions."""
-        raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
+        raise NotImplementedError("set_custom_reduce_scatter: the engine reduces")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept but ignore the option: gathers are always asynchronous."""
@@ -289,10 +292,12 @@ def fully_shard(
         policy can also keep arrays in host memory: ``CPUOffloadPolicy()`` puts masters, gradients
         and optimizer states there.
     ignored_params : iterable of nn.Parameter, optional
-        Parameters that are neither sharded nor reduced.
+        Parameters that are neither sharded nor reduced. Frozen ones of dtypes other than float32,
+        bfloat16, float16 and float64 are also not sharded, but their values must be equal.
     dp_mesh_dims : DataParallelMeshDims of torch, optional
-        Which dimensions of ``mesh`` to shard and to replicate over. Parameters are DTensors on the
-        whole mesh, or plain if it has no further dimensions (torch 2.13 accepts only DTensors).
+        Which dimensions of ``mesh`` to shard and to replicate over; without the former, nothing is
+        sharded. Parameters are DTensors on the whole mesh, or plain if it has no further dimensions
+        (torch 2.13 accepts only DTensors).
     sync_module_states : bool, default False
         Copy rank 0's initial parameters to every rank; otherwise, differences are an error. Buffers
         are left unchanged.
@@ -359,6 +364,7 @@ def fully_shard(
     mp_policy = mp_policy or MixedPrecisionPolicy()
     check_policy(mp_policy)
     ignored = rules.as_params("ignored_params", ignored_params, torch.Tensor)
+    ignored += _fsdp2.replicated(modules)
     whole = rules.as_params("whole_params", whole_params, torch.Tensor)
     if plan is not None:
         options = {
@@ -380,6 +386,8 @@ def fully_shard(
         spmd, (mesh, data) = mesh, data_mesh(mesh, dp_mesh_dims)
     inside = rules.inside_of(modules)
     placement = placement_on(mesh, shard_placement_fn, modules)
+    left = left_whole(inside, ignored)
+    ignored += [p for _, p in left]
     found = rules.collect(inside, ignored, partial(check_parameter, modules=modules))
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
@@ -390,6 +398,8 @@ def fully_shard(
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the other ranks
+    if dp_mesh_dims is not None and not dp_mesh_dims.shard_names:
+        given = replicated_mesh(given)
     where = rules.place(None if mesh is None else given, strategy, reshard_after_forward)
     check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
@@ -398,6 +408,7 @@ def fully_shard(
         f"{rules.describe(name, p, _value(p, sync_module_states))}{layout}"
         for (name, p), layout in zip(named, layouts, strict=True)
     ]
+    lines += [rules.describe(name, p, _value(p, sync_module_states)) for name, p in left]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms, _initialise.CURE)
     if _device.on_cpu():
@@ -426,6 +437,7 @@ def fully_shard(
         if not p.is_meta:
             values = layouts[i].store(p.detach())
             state.unit.write(i, values_of(values, where.comms, sync_module_states))
+    _keep_whole(left, where.comms, sync_module_states)
     mark_replaced(named, state)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
@@ -478,6 +490,14 @@ _FRONTEND = rules.Frontend(
 
 def _nothing(module: nn.Module, args: Any) -> None:
     """Hook a forward, so that torch does not take the path without hooks."""
+
+
+def _keep_whole(left: list[tuple[str, nn.Parameter]], comms: list[Any], synced: bool) -> None:
+    for name, p in left:
+        log_once(f"every rank keeps all of '{name}': units have no parameters of {p.dtype}")
+        if synced and not p.is_meta:
+            values = p.detach().reshape(-1).view(torch.uint8)
+            values.copy_(_device.to_torch(values_of(values, comms, True)))
 
 
 def _value(p: nn.Parameter, synced: bool) -> str:

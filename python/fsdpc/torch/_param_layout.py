@@ -261,7 +261,7 @@ def _check_spmd(name: str, p: torch.Tensor, spmd: DeviceMesh, names: Sequence[st
         raise ValueError(f"parameter '{name}' is a DTensor over {p.device_mesh}, not over {spmd}")
     elif any(is_cut(p.placements[all_names.index(n)]) for n in names):
         raise ValueError(
-            f"parameter '{name}' is placed as {p.placements} on {spmd}: it must be Replicate() on "
+            f"parameter '{name}' is placed as {p.placements} on {spmd}. Expected Replicate() on "
             f"the dimensions of dp_mesh_dims, {list(names)}"
         )
 

@@ -96,20 +96,18 @@ def mesh_of(given: Any, where: Placement) -> tuple[DeviceMesh, tuple[Any, ...]]:
 def data_mesh(mesh: Any, dims: Any) -> tuple[DeviceMesh, tuple[str, ...]]:
     """Return the part of a mesh that ``DataParallelMeshDims`` name, and these names.
 
-    It is (shard) or (replicate, shard); several dimensions of one kind are flattened.
+    It is (shard), (replicate) or (replicate, shard); several dimensions of one kind are flattened.
 
     Raises
     ------
     ValueError
-        The mesh has no dimension of a name, or ``dims`` names none to shard over.
+        The mesh has no dimension of a name.
     """
     shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
     names = getattr(mesh, "mesh_dim_names", None) or ()
     for name in (*replicate, *shard):
         if name not in names:
-            raise ValueError(f"dp_mesh_dims: no dimension '{name}' in the names {names} of {mesh}")
-    if not shard:
-        raise ValueError(f"{dims}: no dimension to shard over; for DDP, give strategy='NO_SHARD'")
+            raise ValueError(f"dp_mesh_dims: '{name}' not found in mesh.mesh_dim_names {names}")
     return _data_mesh(mesh, shard, replicate), (*replicate, *shard)
 
 

@@ -67,6 +67,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         group = self.param_groups[index]
+        if group.get("differentiable"):
+            raise NotImplementedError("differentiable steps: use torch.optim")
         self._core.check(**self._options(group))
         for p in group["params"]:
             info = getattr(p, "fsdpc", None)
@@ -214,7 +216,6 @@ class AdamW(FlatOptimizer):
         An option is out of range, or a parameter belongs to no sharded module.
     """
 
-
     def __init__(
         self,
         params: Any,
@@ -231,12 +232,10 @@ class AdamW(FlatOptimizer):
         fused: bool | None = None,
         state_dtype: Any = None,
     ) -> None:
-        if differentiable:
-            raise NotImplementedError("differentiable steps: use torch.optim")
         super().__init__(params, {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": False, "fused": fused,
+            "capturable": capturable, "differentiable": differentiable, "fused": fused,
             **({_DECOUPLED: self._kind == "AdamW"} if _DECOUPLED in _OF_ADAM else {}),
         }, state_dtype)  # fmt: skip
 

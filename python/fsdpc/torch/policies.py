@@ -66,14 +66,17 @@ class CPUOffloadPolicy(OffloadPolicy):
     optimizer: str = field(default="host", kw_only=True)
 
 
+#: The dtypes that parameters of units may have.
+SHARDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 def core_dtype(dtype: torch.dtype | None) -> _core.dtype | None:
     """Return the engine's dtype with the same name."""
     if dtype is None:
         return None
-    name = str(dtype).removeprefix("torch.")
-    if not dtype.is_floating_point or name not in ("float32", "bfloat16", "float16", "float64"):
+    if dtype not in SHARDED:
         raise TypeError(
             f"{dtype} cannot be sharded or communicated in: use float32, bfloat16, float16 or "
             "float64"
         )
-    return _core.as_dtype(name)
+    return _core.as_dtype(str(dtype).removeprefix("torch."))
