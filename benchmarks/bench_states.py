@@ -31,7 +31,7 @@ from fsdpc import _core, nn, optim
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
-SEQ, BATCH, LR, EVERY = 128, 4, 1e-3, 50
+SEQ, BATCH, LR, EVERY = 128, 2, 1e-3, 50
 
 
 def peers() -> dict[str, Callable[..., Any]]:
