@@ -21,6 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+cores = str(len(os.sched_getaffinity(0)))
+os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = os.environ.get("BENCH_THREADS", cores)
+
 import numpy as np
 import torch
 
@@ -87,6 +90,8 @@ def losses(make: Callable[[Any], Any], shard: bool, steps: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         seen.append(float(loss.detach()))
+        if len(seen) % 100 == 0:
+            print(f"step {len(seen)}: {statistics.fmean(seen[-EVERY:]):.4f}", file=sys.stderr)
     return [statistics.fmean(seen[i : i + EVERY]) for i in range(0, steps, EVERY)]
 
 
@@ -170,7 +175,7 @@ def main() -> None:
     p.add_argument("--powers", nargs="+", type=int, default=[22, 24])
     p.add_argument("--rounds", type=int, default=9)
     o = p.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     common.header()
     if "loss" in o.parts:
         loss_table(o.steps)

@@ -223,6 +223,8 @@ extern "C" fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *a, fsdpc_stream *
 {
     if (a->param_dtype == FSDPC_F64)
         return fsdpc_cuda_step_f64(a, stream);
+    if (a->state_dtype == FSDPC_U8 && fsdpc_rule_states(fsdpc_step_rule_of(a)) > 0)
+        return fsdpc_cuda_step_coded(a, stream);
     switch (fsdpc_step_rule_of(a)) {
 #define X(NAME, function, states)                                                                  \
     case FSDPC_RULE_##NAME:                                                                        \

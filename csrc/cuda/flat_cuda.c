@@ -122,4 +122,6 @@ const fsdpc_flat_ops fsdpc_flat_ops_cuda = {
     .step = flat_step,
     .equal = flat_equal,
     .init = flat_init,
+    .encode = fsdpc_cuda_encode,
+    .decode = fsdpc_cuda_decode,
 };

@@ -28,7 +28,8 @@ fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void
                               fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                               fsdpc_stream *stream);
 
-/* kernels/tree.cu, sumpow.cu, magnitude.cu, step.cu, step_f64.cu, init.cu */
+/* kernels/tree.cu, sumpow.cu, magnitude.cu, step.cu, step_coded.cu, step_f64.cu, init.cu,
+ * block_code.cu */
 fsdpc_status fsdpc_cuda_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                               fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
@@ -45,6 +46,9 @@ fsdpc_status fsdpc_cuda_clamp(void *x, fsdpc_dtype dtype, size_t numel, double l
 fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *args,
                                  fsdpc_stream *stream); /* F64 masters */
+fsdpc_status fsdpc_cuda_step_coded(const fsdpc_step_args *args, fsdpc_stream *stream); /* codes */
+fsdpc_status fsdpc_cuda_encode(const fsdpc_code_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_decode(const fsdpc_code_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 
 /* kernels/extremum.cu: max (if `most`) or min of `ranks` contributions in `gathered` (ranks,

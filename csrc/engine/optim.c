@@ -96,9 +96,6 @@ fsdpc_status fsdpc_optim_set_format(fsdpc_optim *optim, const fsdpc_state_format
     if (dtype != FSDPC_F32 && dtype != FSDPC_BF16 && dtype != FSDPC_U8)
         return fsdpc_fail(FSDPC_ERR_DTYPE, "states are float32, bfloat16 or int8, not %s",
                           fsdpc_dtype_name(dtype));
-    if (dtype == FSDPC_U8 && optim->device->remote)
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "int8 states are for CPU ranks; on a GPU, take bfloat16");
     if (optim->n_units > 0)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the dtype of states is set before parameters are added");

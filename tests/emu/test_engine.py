@@ -46,10 +46,11 @@ def test_training_agrees_with_the_cpu(trained: dict[str, dict[str, Any]], name: 
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["weighted", "coded"])
 def test_given_gradients_the_weights_have_the_cpu_s_bits(trained: dict[str, dict[str, Any]],
-                                                         dtype: str) -> None:
-    """Reduction, norm, clipping, AdamW and publishing are kernels that promise bits."""
-    cpu, cuda = (trained[device][f"weighted {dtype}"] for device in ("cpu", "cuda"))
+                                                         name: str, dtype: str) -> None:
+    """Reduction, norm, clipping, AdamW, block codes and publishing promise bits."""
+    cpu, cuda = (trained[device][f"{name} {dtype}"] for device in ("cpu", "cuda"))
     assert cuda["norms"] == cpu["norms"] and cuda["values"] == cpu["values"]
     assert cuda["norms"][0] > 0.5, "nothing was clipped"
 

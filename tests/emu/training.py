@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,12 +58,13 @@ class Perceptron(nn.Module):
 class Weighted(nn.Module):
     """A sum of weights times given numbers: gradients have the same bits wherever it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.w = nn.Parameter(fsdpc.tensor(np.linspace(-1, 1, 1000, dtype=np.float32)))
+        values = np.linspace(-1, 1, 1000, dtype=np.float32)
+        self.w = nn.Parameter(fsdpc.tensor(values.reshape(shape)))
 
     def forward(self, x: Any, y: Any) -> Any:
-        return (self.w * fsdpc.tensor(x).to(self.w.dtype)).sum()
+        return (self.w * fsdpc.tensor(x.reshape(self.w.shape)).to(self.w.dtype)).sum()
 
     def blocks(self) -> list[nn.Module]:
         return []
@@ -91,7 +93,9 @@ def numbers(rng: np.random.Generator) -> Batch:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], Batch]]] = {
-    "llama": (llama, words), "perceptron": (Perceptron, rows), "weighted": (Weighted, numbers),
+    "llama": (llama, words), "perceptron": (Perceptron, rows),
+    "weighted": (partial(Weighted, 1000), numbers),
+    "coded": (partial(Weighted, 10, 100), numbers),  # with states of a byte per element
 }
 
 
@@ -109,7 +113,8 @@ def train(name: str, dtype: str) -> dict[str, Any]:
     """Train one model; return losses, norms and the parameters' bytes."""
     model = build(name, dtype)
     # Steps so small that they do not amplify what a CPU's kernels round otherwise than another's.
-    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-3)
+    states = fsdpc.optim.Int8(0) if name == "coded" else None
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-3, state_dtype=states)
     batch = MODELS[name][1](np.random.default_rng(0))
     losses, norms = [], []
     for _ in range(STEPS):
@@ -120,6 +125,11 @@ def train(name: str, dtype: str) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss))
     values = [fsdpc.full_tensor(p).numpy().ravel() for p in model.parameters()]
+    if name == "coded":
+        held = fsdpc.optim.get_optimizer_state_dict(model, optimizer)
+        fsdpc.optim.set_optimizer_state_dict(model, optimizer, held)  # encodes and decodes
+        states = optimizer.state(model.w)
+        values += [states[key].numpy().ravel() for key in ("exp_avg", "exp_avg_sq")]
     return {"losses": losses, "norms": norms, "values": np.concatenate(values).tolist()}
 
 

@@ -163,6 +163,101 @@ static void test_every_size(void)
             }
 }
 
+/* A state as codes: what it decodes to, the codes and the maxima. */
+typedef struct coded {
+    buffer values, codes, maxima;
+    fsdpc_code_args args;
+} coded;
+
+static fsdpc_code_args coded_args(const coded *c, bool on_gpu)
+{
+    fsdpc_code_args a = c->args;
+    a.values = on_gpu ? c->values.on_gpu : c->values.on_cpu;
+    a.codes = on_gpu ? c->codes.on_gpu : c->codes.on_cpu;
+    a.maxima = on_gpu ? c->maxima.on_gpu : c->maxima.on_cpu;
+    return a;
+}
+
+static coded make_coded(fsdpc_code code, size_t numel, size_t row)
+{
+    coded c = {.values = make_state(FSDPC_F32, numel, 0, code == FSDPC_CODE_UROOT8),
+               .codes = buffer_poison(FSDPC_U8, numel, 0),
+               .maxima = buffer_poison(FSDPC_F32, fsdpc_code_blocks(numel, row), 0),
+               .args = {.code = code, .numel = numel, .row = row}};
+    fsdpc_code_args on_cpu = coded_args(&c, false), on_gpu = coded_args(&c, true);
+    CHECK_OK(fsdpc_flat_encode(&on_cpu, cpu_stream));
+    CHECK_OK(fsdpc_flat_encode(&on_gpu, gpu_stream));
+    return c;
+}
+
+static void check_coded(coded *c, const char *what)
+{
+    fsdpc_code_args on_cpu = coded_args(c, false), on_gpu = coded_args(c, true);
+    CHECK_OK(fsdpc_flat_decode(&on_cpu, cpu_stream));
+    CHECK_OK(fsdpc_flat_decode(&on_gpu, gpu_stream));
+    check_same_bits(&c->codes, what);
+    check_same_bits(&c->maxima, what);
+    check_same_bits(&c->values, what);
+}
+
+static void check_coded_step(const rule *r, size_t row, fsdpc_dtype dtype)
+{
+    const int n_states = fsdpc_optim_states(r->kind, &r->hyper);
+    size_t numel = 37 * row;
+    buffer p = buffer_random(dtype, numel, 0), g = buffer_random(dtype, numel, 1);
+    buffer w = buffer_poison(FSDPC_BF16, numel, 0);
+    coded states[FSDPC_OPTIM_MAX_STATES];
+    for (int s = 0; s < n_states; s++)
+        states[s] = make_coded(fsdpc_state_code(r->kind, &r->hyper, s), numel, row);
+    fsdpc_step_args args = {.kind = r->kind,
+                            .hyper = r->hyper,
+                            .param_dtype = dtype,
+                            .grad_dtype = dtype,
+                            .state_dtype = FSDPC_U8,
+                            .code_row = row,
+                            .copy_in_dtype = w.dtype,
+                            .numel = numel,
+                            .grad_scale = 0.7};
+    for (int step = 1; step <= 2; step++) {
+        args.step = step, args.copy_gradient = step == 1;
+        for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+            args.param = on_gpu ? p.on_gpu : p.on_cpu;
+            args.grad = on_gpu ? g.on_gpu : g.on_cpu;
+            args.copy_in = on_gpu ? w.on_gpu : w.on_cpu;
+            for (int s = 0; s < n_states; s++) {
+                fsdpc_code_args at = coded_args(&states[s], on_gpu);
+                args.states[s] = at.codes, args.maxima[s] = at.maxima;
+            }
+            if (on_gpu)
+                step_on_gpu(args, step == 2);
+            else
+                CHECK_OK(fsdpc_flat_step(&args, cpu_stream));
+        }
+        check_same_bits(&p, r->name);
+        check_same_bits(&w, r->name);
+        for (int s = 0; s < n_states; s++)
+            check_coded(&states[s], r->name);
+    }
+    buffer_fini(&p);
+    buffer_fini(&g);
+    buffer_fini(&w);
+    for (int s = 0; s < n_states; s++) {
+        buffer_fini(&states[s].values);
+        buffer_fini(&states[s].codes);
+        buffer_fini(&states[s].maxima);
+    }
+}
+
+static void test_codes(void)
+{
+    const size_t rows[] = {64, 100, 256, 515};
+    for (int r = 0; r < RULES; r++) {
+        fsdpc_step_rule rule = fsdpc_optim_table[rules[r].kind].rule(&rules[r].hyper);
+        for (int i = 0; i < 4 && fsdpc_rule_states(rule) > 0 && fsdpc_rule_takes_codes(rule); i++)
+            check_coded_step(&rules[r], rows[i], i % 2 ? FSDPC_BF16 : FSDPC_F32);
+    }
+}
+
 static void test_refusals(void)
 {
     float x = 0;
@@ -174,7 +269,7 @@ static void test_refusals(void)
                             .step = 1,
                             .state_dtype = FSDPC_F16};
     CHECK_FAILS(fsdpc_flat_step(&args, gpu_stream), FSDPC_ERR_DTYPE,
-                "Lion: states of a float32 parameter are float32 or bfloat16, not float16");
+                "Lion: states of a float32 parameter are float32, bfloat16 or codes, not float16");
     args.grad_dtype = FSDPC_F64;
     CHECK_FAILS(fsdpc_flat_step(&args, gpu_stream), FSDPC_ERR_DTYPE, "give both one dtype");
     args.grad_dtype = FSDPC_F32, args.state_dtype = FSDPC_F32, args.step = 0;
@@ -183,6 +278,7 @@ static void test_refusals(void)
 
 int main(void)
 {
-    static const rig_test_fn tests[] = {test_every_combination, test_every_size, test_refusals};
+    static const rig_test_fn tests[] = {test_every_combination, test_every_size, test_codes,
+                                        test_refusals};
     return rig_main("test_step_kernels", tests, sizeof tests / sizeof tests[0]);
 }
