@@ -32,6 +32,7 @@ typedef struct fsdpc_param_spec {
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
     bool whole;  /* never cut: one rank owns it */
     bool frozen; /* needs no gradient */
+    bool matrix; /* for plans: a matrix rule steps it, which has one state */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_place {

@@ -34,6 +34,11 @@ fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, 
 fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, int group);
 fsdpc_status fsdpc_optim_set_hyper(fsdpc_optim *optim, int group, const fsdpc_hyper *hyper);
 
+/* Makes a group step by another row of the table than the optimizer's own. Call before the
+ * optimizer's first step. */
+fsdpc_status fsdpc_optim_set_kind(fsdpc_optim *optim, int group, fsdpc_optim_kind kind);
+fsdpc_optim_kind fsdpc_optim_group_kind(const fsdpc_optim *optim, int group);
+
 /* Returns NULL if the hyper-parameters are not set. */
 const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group);
 
@@ -50,6 +55,11 @@ uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 /* Fills in the optimizer's values (kind, seed, hyper-parameters of `group`) and runs the step. */
 fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
                                     fsdpc_stream *stream);
+
+/* The same for a whole parameter of a group with a matrix rule, whose momentum is states[0]. */
+fsdpc_status fsdpc_optim_step_matrix_alone(fsdpc_optim *optim, int group,
+                                           const fsdpc_step_args *args, const char *name, int ndim,
+                                           const size_t *shape, fsdpc_stream *stream);
 
 /* -- captured steps ---------------------------------------------------------------------------- */
 

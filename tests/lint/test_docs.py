@@ -15,7 +15,7 @@ from .tree import ROOT, files, label
 
 DESIGN = ROOT / "docs" / "design.md"
 PAGES = files(".md")
-PAGES_WORDS = 40_000
+PAGES_WORDS = 40_200
 OVERVIEW_WORDS = 2000
 PARAGRAPH_WORDS = 100
 
@@ -42,6 +42,7 @@ PLAIN = set("""
     staged staging state stats status step storage stream sum sums sumsq swiglu table tables target
     tensor text thread tile tiles torch trace transport tree type unary value vec vector version
     view wait walk window windows work world write
+    cover matrix orthogonal
     chunk left message micro phase segment stage tape team wanted words
     allocator bytes kept patches prefetch progress record scratch
 """.split())
