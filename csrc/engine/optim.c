@@ -192,11 +192,11 @@ static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int para
     const fsdpc_place *place = &unit->layout->params[param];
     size_t n_params = (size_t)unit->layout->n_params;
     if (states->states[place->group * FSDPC_OPTIM_MAX_STATES + state] &&
-        atomic_load_explicit(&unit->exports, memory_order_relaxed) > 0)
+        atomic_load_explicit(&optim->exports, memory_order_relaxed) > 0)
         return fsdpc_fail(FSDPC_ERR_STATE,
-                          "parameter '%s' gets the state %s while tensors on other states or "
-                          "gradients of unit '%s' are in use: drop them first",
-                          place->name, name, unit->name);
+                          "parameter '%s' of unit '%s' gets the state %s while tensors on the "
+                          "optimizer's states are in use: drop them first",
+                          place->name, unit->name, name);
     bool *wanted = calloc(n_params, sizeof *wanted);
     size_t *skips = calloc(n_params, sizeof *skips);
     fsdpc_status status =
@@ -391,6 +391,11 @@ fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
     FSDPC_TRY(open_rows(states, param, state, write));
     *out = view_of(optim, states, param, state);
     return FSDPC_OK;
+}
+
+void fsdpc_optim_export(fsdpc_optim *optim, int change)
+{
+    atomic_fetch_add_explicit(&optim->exports, change, memory_order_relaxed);
 }
 
 fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param)

@@ -82,6 +82,10 @@ typedef struct fsdpc_optim_view {
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                bool write, fsdpc_optim_view *out);
 
+/* Counts a tensor on a state, or with -1 its end. While there are any, states keep their memory, so
+ * parameters that need a longer array cannot be added. */
+void fsdpc_optim_export(fsdpc_optim *optim, int change);
+
 /* Creates any missing states that the parameter's hyper-parameters require, filled with zeros. */
 fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param);
 

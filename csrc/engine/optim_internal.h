@@ -60,6 +60,7 @@ struct fsdpc_optim {
     char reason[512];
     fsdpc_optim_host *host;     /* for steps on the CPU; NULL before the first such step */
     size_t host_chunk;          /* elements copied at a time; 0: the default */
+    _Atomic int exports;        /* tensors on its states; relaxed: their owners hold a lock */
     fsdpc_optim_matrix *matrix; /* for matrix rules; NULL before their first step */
 };
 

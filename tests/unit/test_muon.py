@@ -193,6 +193,29 @@ def test_resumes_from_a_state_dict() -> None:
     assert_bits(everything(model, optimizer), everything(again, fresh))
 
 
+@pytest.mark.ranks([1, 3])
+def test_parameters_that_are_added_later() -> None:
+    """States get longer and keep what they held, unless tensors are on them."""
+    found = []
+    for sharded in (False, True):
+        model = holder(sharded)
+        optimizer = optim.Muon([model.matrix, model.stack], lr=0.02)
+        run(model, optimizer, range(2))
+        if not sharded:
+            model.zero_grad()  # of those that the optimizer has not yet; a unit drops all at once
+        view = optimizer.state_views(model.stack)
+        optimizer.add_param_group({"params": [model.wide, model.row]})
+        optimizer.add_param_group({"params": [model.bias], "use_muon": False})
+        if sharded:
+            with pytest.raises(RuntimeError, match="'wide' of unit .* tensors on the optimizer's"):
+                run(model, optimizer, range(2, 3))
+            optimizer.zero_grad()
+        del view
+        run(model, optimizer, range(2, STEPS))
+        found.append(everything(model, optimizer))
+    assert_bits(*found)
+
+
 @pytest.mark.ranks([1, 2])
 def test_frozen_parameters_keep_still() -> None:
     model = holder(True)

@@ -349,6 +349,8 @@ static void release_state(fsdpc_storage *storage)
     exported_state *exported = storage->owner;
     PyGILState_STATE gil = PyGILState_Ensure();
     fsdpc_unit_export(exported->unit->unit, -1);
+    if (((py_optimizer *)exported->optimizer)->optim)
+        fsdpc_optim_export(((py_optimizer *)exported->optimizer)->optim, -1);
     fsdpc_unit_ref_release(exported->unit);
     Py_DECREF(exported->optimizer);
     PyMem_Free(exported);
@@ -398,6 +400,7 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
     }
     Py_INCREF(object);
     fsdpc_unit_export(fsdpc_unit_ref_acquire(exported->unit)->unit, 1);
+    fsdpc_optim_export(((py_optimizer *)object)->optim, 1);
     return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
 }
 

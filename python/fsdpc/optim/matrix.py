@@ -91,7 +91,7 @@ class Muon(Optimizer):
     >>> (3 * p).sum().backward()
     >>> optimizer.step()
     >>> [round(x, 2) for x in p.numpy().ravel().tolist()]
-    [1.96, -0.04, -0.04, 0.96]
+    [1.97, -0.03, -0.03, 0.97]
     """
 
     _KIND = "Muon"
@@ -216,11 +216,11 @@ def muon_groups(model: Any, **adamw: Any) -> list[dict[str, Any]]:
     Examples
     --------
     >>> from fsdpc import models, optim
-    >>> model = models.Llama(models.PRESETS["llama-tiny"])
+    >>> model = models.Llama(models.PRESETS["2M"])
     >>> groups = optim.muon_groups(model, lr=3e-4)
     >>> optimizer = optim.Muon(groups, lr=0.02)
     >>> groups[0]["params"][0][0], [group["use_muon"] for group in optimizer.param_groups]
-    ('layers.0.attention.query.weight', [True, False])
+    ('model.layers.0.self_attn.q_proj.weight', [True, False])
     """
     chosen = takes_muon(model)
     named = list(model.named_parameters())
