@@ -1,7 +1,7 @@
 """Formats of optimizer states: the loss that a model reaches with them, and the time of a step.
 
-``loss``: AdamW trains one LLaMA of 10M parameters under torch, from the same start on the same bytes
-(the repository's documentation), with each format of states, in one process and on one rank. Peers
+``loss``: AdamW trains one LLaMA of 10M parameters under torch, from the same start on the bytes of
+the repository's documentation, with each format of states, in one process and on one rank. Peers
 are torch's own AdamW, and the AdamW8bit of torchao and bitsandbytes where these are installed.
 
 ``step``: one step over a matrix, in fsdpc and the peers, on all threads.
@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-cores = str(len(os.sched_getaffinity(0)))
-os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = os.environ.get("BENCH_THREADS", cores)
+os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = os.environ.get("BENCH_THREADS", "1")
 
 import numpy as np
 import torch

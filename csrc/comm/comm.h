@@ -82,7 +82,6 @@ typedef struct fsdpc_slice {
                 * has it whole */
 } fsdpc_slice;
 
-/* X(name, text) */
 #define FSDPC_COLL_TABLE(X)                                                                        \
     X(GATHER, "gather") /* makes slices of a parameter buffer readable end to end */               \
     X(REDUCE_SCATTER, "reduce_scatter") /* buffers of all ranks -> this rank's slices */           \
@@ -346,6 +345,7 @@ struct fsdpc_buffer {
     fsdpc_comm *comm;
     size_t bytes;
     unsigned char *data;
+    const unsigned char *const *peers; /* every rank's `data`; NULL: cannot be read */
 };
 
 typedef struct fsdpc_comm_config {

@@ -28,6 +28,7 @@ static fsdpc_status buffer_new(fsdpc_shm_comm *self, size_t bytes, fsdpc_shm_buf
     buffer->base = (fsdpc_buffer){.comm = &self->base, .bytes = bytes};
     buffer->segments = (fsdpc_shm_segment **)pointers;
     buffer->datas = (const unsigned char **)(pointers + n);
+    buffer->base.peers = buffer->datas;
     buffer->words = (const fsdpc_shm_buffer_words **)(pointers + 2 * n);
     *out = buffer;
     return FSDPC_OK;

@@ -164,6 +164,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
     fsdpc_slice *band = &group->bands[group->n_bands];
     size_t ranks = (size_t)layout->ranks, row = key.row_numel, rows = 0;
     size_t align = row % FSDPC_LAYOUT_BLOCK == 0 ? FSDPC_LAYOUT_BLOCK : FSDPC_LAYOUT_ALIGN;
+    group->aligns[group->n_bands] = align;
     band->unsharded_offset = fsdpc_round_up(group->unsharded_numel, align);
     band->shard_offset = fsdpc_round_up(group->shard_numel, align);
     if (key.band == -2) {
@@ -212,9 +213,10 @@ static fsdpc_status add_groups(fsdpc_layout *layout, const fsdpc_param_spec *spe
         layout->groups[g].dtype = place->dtype;
         layout->groups[g].frozen = frozen;
         layout->groups[g].bands = calloc((size_t)layout->n_params, sizeof(fsdpc_slice));
-        if (!layout->groups[g].bands)
-            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout");
+        layout->groups[g].aligns = calloc((size_t)layout->n_params, sizeof(size_t));
         layout->n_groups++;
+        if (!layout->groups[g].bands || !layout->groups[g].aligns)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout");
     }
     return FSDPC_OK;
 }
@@ -273,8 +275,10 @@ void fsdpc_layout_destroy(fsdpc_layout *layout)
         return;
     for (int i = 0; layout->params && i < layout->n_params; i++)
         free(layout->params[i].name);
-    for (int g = 0; layout->groups && g < layout->n_groups; g++)
+    for (int g = 0; layout->groups && g < layout->n_groups; g++) {
         free(layout->groups[g].bands);
+        free(layout->groups[g].aligns);
+    }
     free(layout->params);
     free(layout->groups);
     free(layout);

@@ -33,6 +33,7 @@ typedef struct fsdpc_param_spec {
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
     bool whole;  /* never cut: one rank owns it */
     bool frozen; /* needs no gradient */
+    bool matrix; /* for plans: a matrix rule steps it, which has one state */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_place {
@@ -54,6 +55,7 @@ typedef struct fsdpc_group {
     fsdpc_dtype dtype;
     bool frozen;
     fsdpc_slice *bands; /* in the form that collectives expect */
+    size_t *aligns;     /* of bands, in elements */
     size_t n_bands;
     size_t unsharded_numel, shard_numel;
 } fsdpc_group;

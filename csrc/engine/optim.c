@@ -4,8 +4,8 @@
  * group and state, with its side array if it is coded. Arrays are created before the first step that
  * uses them.
  *
- * optim_step.c contains the steps, optim_graph.c captured steps, and optim_host.c CPU steps for a
- * remote device.
+ * optim_step.c contains the steps, optim_matrix.c the part of matrix rules, optim_graph.c captured
+ * steps, and optim_host.c CPU steps for a remote device.
  */
 #include "engine/optim.h"
 
@@ -14,6 +14,7 @@
 #include "engine/collect.h"
 #include "engine/optim_graph.h"
 #include "engine/optim_host.h"
+#include "engine/optim_matrix.h"
 #include "ops/flat_ops.h"
 
 fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsdpc_trace *trace,
@@ -55,9 +56,11 @@ void fsdpc_optim_destroy(fsdpc_optim *optim)
         fini_states(&optim->units[i]);
     fsdpc_device_free(optim->device, optim->scalars);
     fsdpc_optim_host_destroy(optim);
+    fsdpc_optim_matrix_destroy(optim);
     free(optim->units);
     free(optim->order);
     free(optim->hypers);
+    free(optim->kinds);
     free(optim);
 }
 
@@ -156,6 +159,104 @@ static fsdpc_status make_side(unit_states *states, int group, float **out)
                                      states->side_numel[group] * sizeof(float), (void **)out);
 }
 
+/* Returns the dtype of the arrays of a flat group's states. */
+static fsdpc_dtype array_dtype(const fsdpc_optim *optim, const unit_states *states, int group)
+{
+    return states->side_numel[group] > 0
+               ? FSDPC_U8
+               : fsdpc_state_plain_dtype(&optim->format, states->unit->layout->groups[group].dtype);
+}
+
+/* Copies the bands that an array has into one that has more. */
+static fsdpc_status copy_bands(const fsdpc_optim *optim, const unit_states *states, int group,
+                               int state, const size_t *skips, unsigned char *to)
+{
+    const fsdpc_layout *layout = states->unit->layout;
+    const unsigned char *from = states->states[group * FSDPC_OPTIM_MAX_STATES + state];
+    for (int i = 0; from && i < layout->n_params; i++) {
+        const fsdpc_place *place = &layout->params[i];
+        size_t skip = states->params[i].skips[state];
+        if (place->group != group || skip == FSDPC_COVER_NONE)
+            continue;
+        fsdpc_local_shard local =
+            fsdpc_layout_local_shard(layout, i, fsdpc_unit_rank(states->unit));
+        size_t element = fsdpc_dtype_bytes(array_dtype(optim, states, group));
+        FSDPC_TRY(fsdpc_device_copy(optim->device, to + (local.shard_offset - skips[i]) * element,
+                                    from + (local.shard_offset - skip) * element,
+                                    local.numel * element, NULL));
+    }
+    return FSDPC_OK;
+}
+
+/* Marks the parameters that have a state, or are in a band of its array already. Arrays in a file
+ * and codes have all. */
+static void mark_wanted(const fsdpc_optim *optim, const unit_states *states, int group, int state,
+                        bool *wanted)
+{
+    const fsdpc_layout *layout = states->unit->layout;
+    bool made = states->states[group * FSDPC_OPTIM_MAX_STATES + state];
+    for (int i = 0; i < layout->n_params; i++) {
+        const param_states *own = &states->params[i];
+        const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, own->group);
+        wanted[i] =
+            states->unit->offload.states || states->side_numel[group] > 0 ||
+            (made && own->skips[state] != FSDPC_COVER_NONE) ||
+            (hyper && state < fsdpc_optim_states(fsdpc_optim_kind_of(optim, own->group), hyper));
+    }
+}
+
+/* Sets *skips_io and the array of a state that covers what is wanted. */
+static fsdpc_status create_state(fsdpc_optim *optim, unit_states *states, int group, int state,
+                                 const char *name, bool *wanted, size_t *skips)
+{
+    fsdpc_unit *unit = states->unit;
+    int at = group * FSDPC_OPTIM_MAX_STATES + state;
+    fsdpc_group plan = *unit->groups[group].plan;
+    fsdpc_extent *extent = NULL;
+    void *memory = NULL;
+    mark_wanted(optim, states, group, state, wanted);
+    plan.shard_numel = fsdpc_cover(unit->layout, group, wanted, skips);
+    FSDPC_TRY(fsdpc_unit_create_array(unit, &plan, unit->offload.states, FSDPC_MEM_STATE, name,
+                                      array_dtype(optim, states, group), &extent, &memory));
+    fsdpc_status status = copy_bands(optim, states, group, state, skips, memory);
+    if (status != FSDPC_OK) {
+        fsdpc_unit_destroy_array(unit, extent, memory);
+        return status;
+    }
+    if (states->states[at])
+        fsdpc_unit_destroy_array(unit, states->extents[at], states->states[at]);
+    states->states[at] = memory;
+    states->extents[at] = extent;
+    for (int i = 0; i < unit->layout->n_params; i++)
+        if (unit->layout->params[i].group == group)
+            states->params[i].skips[state] = skips[i];
+    return FSDPC_OK;
+}
+
+/* Creates a state of all parameters of a flat group that have it, or adds those that lack it. */
+static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int param, int state,
+                               const char *name)
+{
+    const fsdpc_unit *unit = states->unit;
+    const fsdpc_place *place = &unit->layout->params[param];
+    size_t n_params = (size_t)unit->layout->n_params;
+    if (states->states[place->group * FSDPC_OPTIM_MAX_STATES + state] &&
+        atomic_load_explicit(&optim->exports, memory_order_relaxed) > 0)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "parameter '%s' of unit '%s' gets the state %s while tensors on the "
+                          "optimizer's states are in use: drop them first",
+                          place->name, unit->name, name);
+    bool *wanted = calloc(n_params, sizeof *wanted);
+    size_t *skips = calloc(n_params, sizeof *skips);
+    fsdpc_status status =
+        wanted && skips
+            ? create_state(optim, states, place->group, state, name, wanted, skips)
+            : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the optimizer of unit '%s'", unit->name);
+    free(wanted);
+    free(skips);
+    return status;
+}
+
 /* Creates a parameter's states together with those of its whole flat group. */
 static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int param)
 {
@@ -165,17 +266,13 @@ static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int par
     if (!hyper)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
                           states->params[param].group, place->name);
-    bool coded = states->side_numel[place->group] > 0;
-    for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++) {
+    const fsdpc_optim_kind kind = fsdpc_optim_kind_of(optim, states->params[param].group);
+    for (int s = 0; s < fsdpc_optim_states(kind, hyper); s++) {
         int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
         FSDPC_TRY(check_codes(states, param));
-        if (!states->states[at])
-            FSDPC_TRY(fsdpc_unit_create_array(
-                unit, unit->groups[place->group].plan, unit->offload.states, FSDPC_MEM_STATE,
-                fsdpc_optim_state_name(optim->kind, s),
-                coded ? FSDPC_U8 : fsdpc_state_plain_dtype(&optim->format, place->dtype),
-                &states->extents[at], &states->states[at]));
-        if (coded && !states->sides[at])
+        if (!states->states[at] || states->params[param].skips[s] == FSDPC_COVER_NONE)
+            FSDPC_TRY(make_state(optim, states, param, s, fsdpc_optim_state_name(kind, s)));
+        if (states->side_numel[place->group] > 0 && !states->sides[at])
             FSDPC_TRY(make_side(states, place->group, &states->sides[at]));
     }
     return FSDPC_OK;
@@ -231,6 +328,36 @@ fsdpc_status fsdpc_optim_set_hyper(fsdpc_optim *optim, int group, const fsdpc_hy
     return FSDPC_OK;
 }
 
+fsdpc_status fsdpc_optim_set_kind(fsdpc_optim *optim, int group, fsdpc_optim_kind kind)
+{
+    if (fsdpc_optim_kind_of(optim, group) == kind)
+        return FSDPC_OK;
+    for (int i = 0; i < optim->n_units; i++)
+        for (int p = 0; p < optim->units[i].unit->layout->n_params; p++)
+            if (optim->units[i].params[p].group == group && optim->units[i].params[p].steps > 0)
+                return fsdpc_fail(FSDPC_ERR_STATE,
+                                  "group %d of the optimizer has steps of %s, so it cannot step by "
+                                  "%s: make a new optimizer",
+                                  group, fsdpc_optim_kind_name(fsdpc_optim_kind_of(optim, group)),
+                                  fsdpc_optim_kind_name(kind));
+    if (group >= optim->n_kinds) {
+        fsdpc_optim_kind *grown = realloc(optim->kinds, (size_t)(group + 1) * sizeof *grown);
+        if (!grown)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %d parameter groups", group + 1);
+        for (int i = optim->n_kinds; i <= group; i++)
+            grown[i] = optim->kind;
+        optim->kinds = grown;
+        optim->n_kinds = group + 1;
+    }
+    optim->kinds[group] = kind;
+    return FSDPC_OK;
+}
+
+fsdpc_optim_kind fsdpc_optim_group_kind(const fsdpc_optim *optim, int group)
+{
+    return fsdpc_optim_kind_of(optim, group);
+}
+
 const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group)
 {
     return group >= 0 && group < optim->n_hypers ? &optim->hypers[group] : NULL;
@@ -248,6 +375,7 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
                 FSDPC_TRY(make_states(optim, states, p));
         }
     }
+    FSDPC_TRY(fsdpc_optim_matrix_prepare(optim));
     return optim->device->remote ? fsdpc_optim_host_prepare(optim) : FSDPC_OK;
 }
 
@@ -295,8 +423,10 @@ fsdpc_state_memory fsdpc_optim_locate(const fsdpc_optim *optim, const unit_state
     }
     found.dtype = coded ? FSDPC_U8 : found.dtype;
     found.extent = states->extents[i];
-    if (states->states[i])
-        found.data = (unsigned char *)states->states[i] + at * fsdpc_dtype_bytes(found.dtype);
+    size_t skip = states->params[param].skips[state];
+    if (states->states[i] && skip != FSDPC_COVER_NONE)
+        found.data =
+            (unsigned char *)states->states[i] + (at - skip) * fsdpc_dtype_bytes(found.dtype);
     if (coded && states->sides[i]) {
         fsdpc_local_shard local =
             fsdpc_layout_local_shard(layout, param, fsdpc_unit_rank(states->unit));
@@ -315,8 +445,10 @@ static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *sta
     fsdpc_state_memory at = fsdpc_optim_locate(optim, states, param, state, local.shard_offset);
     fsdpc_optim_view view = {.local = local, .dtype = at.dtype, .data = at.data};
     if (at.dtype == FSDPC_U8) {
-        const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, states->params[param].group);
-        view.codes = (fsdpc_code_args){.code = fsdpc_state_code(optim->kind, hyper, state),
+        int group = states->params[param].group;
+        fsdpc_optim_kind kind = fsdpc_optim_kind_of(optim, group);
+        const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, group);
+        view.codes = (fsdpc_code_args){.code = fsdpc_state_code(kind, hyper, state),
                                        .codes = at.data,
                                        .maxima = at.maxima,
                                        .numel = local.numel,
@@ -347,6 +479,11 @@ fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
     FSDPC_TRY(open_rows(optim, states, param, state, write));
     *out = view_of(optim, states, param, state);
     return FSDPC_OK;
+}
+
+void fsdpc_optim_export(fsdpc_optim *optim, int change)
+{
+    atomic_fetch_add_explicit(&optim->exports, change, memory_order_relaxed);
 }
 
 fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param)
@@ -433,9 +570,10 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
     FSDPC_TRY(make_states(optim, states, param));
     fsdpc_optim_view view = view_of(optim, states, param, state);
     if (!view.data)
-        return fsdpc_fail(FSDPC_ERR_STATE, "%s as set up keeps no state %d of parameter '%s'",
-                          fsdpc_optim_kind_name(optim->kind), state,
-                          unit->layout->params[param].name);
+        return fsdpc_fail(
+            FSDPC_ERR_STATE, "%s as set up keeps no state %d of parameter '%s'",
+            fsdpc_optim_kind_name(fsdpc_optim_kind_of(optim, states->params[param].group)), state,
+            unit->layout->params[param].name);
     FSDPC_TRY(open_rows(optim, states, param, state, true));
     const char *from = (const char *)unsharded + view.local.first * fsdpc_dtype_bytes(dtype);
     if (view.dtype == FSDPC_U8)

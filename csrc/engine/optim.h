@@ -36,6 +36,11 @@ fsdpc_status fsdpc_optim_set_format(fsdpc_optim *optim, const fsdpc_state_format
 fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, int group);
 fsdpc_status fsdpc_optim_set_hyper(fsdpc_optim *optim, int group, const fsdpc_hyper *hyper);
 
+/* Makes a group step by another row of the table than the optimizer's own. Call before the
+ * optimizer's first step. */
+fsdpc_status fsdpc_optim_set_kind(fsdpc_optim *optim, int group, fsdpc_optim_kind kind);
+fsdpc_optim_kind fsdpc_optim_group_kind(const fsdpc_optim *optim, int group);
+
 /* Returns NULL if the hyper-parameters are not set. */
 const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group);
 
@@ -52,6 +57,11 @@ uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 /* Fills in the optimizer's values (kind, seed, hyper-parameters of `group`) and runs the step. */
 fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
                                     fsdpc_stream *stream);
+
+/* The same for a whole parameter of a group with a matrix rule, whose momentum is states[0]. */
+fsdpc_status fsdpc_optim_step_matrix_alone(fsdpc_optim *optim, int group,
+                                           const fsdpc_step_args *args, const char *name, int ndim,
+                                           const size_t *shape, fsdpc_stream *stream);
 
 /* -- captured steps ---------------------------------------------------------------------------- */
 
@@ -74,6 +84,10 @@ typedef struct fsdpc_optim_view {
 
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                bool write, fsdpc_optim_view *out);
+
+/* Counts a tensor on a state, or with -1 its end. While there are any, states keep their memory, so
+ * parameters that need a longer array cannot be added. */
+void fsdpc_optim_export(fsdpc_optim *optim, int change);
 
 /* Creates any missing states that the parameter's hyper-parameters require, filled with zeros. */
 fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param);

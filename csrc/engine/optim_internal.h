@@ -1,7 +1,8 @@
-/* The optimizer's struct, shared by optim.c, optim_step.c, optim_host.c and optim_graph.c. */
+/* The optimizer's struct, shared by optim.c and the other files optim_*.c. */
 #ifndef FSDPC_ENGINE_OPTIM_INTERNAL_H
 #define FSDPC_ENGINE_OPTIM_INTERNAL_H
 
+#include "engine/cover.h"
 #include "engine/state_format.h"
 #include "engine/unit_internal.h"
 #include "ops/flat_step.h"
@@ -9,12 +10,14 @@
 typedef struct fsdpc_optim fsdpc_optim;
 typedef struct fsdpc_optim_graph fsdpc_optim_graph;
 typedef struct fsdpc_optim_host fsdpc_optim_host;
+typedef struct fsdpc_optim_matrix fsdpc_optim_matrix;
 
 typedef struct param_states {
     int group; /* hyper-parameter group; -1: not in this optimizer */
     uint32_t number;
     int64_t steps;
-    bool stepping; /* part of the current or pending step */
+    size_t skips[FSDPC_OPTIM_MAX_STATES]; /* see cover.h; of states that exist */
+    bool stepping;                        /* part of the current or pending step */
     bool momentum; /* SGD: the momentum buffer has contents, so the next step does not copy the
                     * gradient */
     fsdpc_state_place place;
@@ -23,8 +26,8 @@ typedef struct param_states {
 typedef struct unit_states {
     fsdpc_unit *unit;
     param_states *params;
-    /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet. For a state in a file,
-     * this is the memory of its extent. */
+    /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet. It has the bands of
+     * parameters with the state; in a file, all bands, and this is the memory of its extent. */
     void **states;
     fsdpc_extent **extents;
     /* With the same indices: side arrays (state_format.h), which are never in a file. */
@@ -48,6 +51,8 @@ struct fsdpc_optim {
     int *order; /* the order in which a step runs units: roots first, as in forward */
     fsdpc_hyper *hypers;
     int n_hypers;
+    fsdpc_optim_kind *kinds; /* of the first n_kinds groups; the others have `kind` */
+    int n_kinds;
     fsdpc_optim_graph *capture; /* being made; NULL: none */
     /* Device memory that captured steps read; NULL before the first step and on devices without
      * graphs. */
@@ -58,9 +63,16 @@ struct fsdpc_optim {
     int next; /* the next unit to visit, in `order` */
     fsdpc_status failed;
     char reason[512];
-    fsdpc_optim_host *host; /* for steps on the CPU; NULL before the first such step */
-    size_t host_chunk;      /* elements copied at a time; 0: the default */
+    fsdpc_optim_host *host;     /* for steps on the CPU; NULL before the first such step */
+    size_t host_chunk;          /* elements copied at a time; 0: the default */
+    _Atomic int exports;        /* tensors on its states; relaxed: their owners hold a lock */
+    fsdpc_optim_matrix *matrix; /* for matrix rules; NULL before their first step */
 };
+
+static inline fsdpc_optim_kind fsdpc_optim_kind_of(const fsdpc_optim *optim, int group)
+{
+    return group < optim->n_kinds ? optim->kinds[group] : optim->kind;
+}
 
 /* The memory of one state of a parameter at a position in the shard. */
 typedef struct fsdpc_state_memory {

@@ -36,6 +36,7 @@
 #include "engine/micro.h"
 #include "engine/optim_graph.h"
 #include "engine/optim_host.h"
+#include "engine/optim_matrix.h"
 #include "ops/flat_ops.h"
 
 /* The part of a band's slice that a single kernel call updates. */
@@ -142,7 +143,7 @@ static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *state
         const fsdpc_place *place = &unit->layout->params[i];
         if (place->group != flat_group || place->band != band)
             continue;
-        bool ours = states->params[i].stepping;
+        bool ours = states->params[i].stepping && !fsdpc_optim_steps_matrix(optim, states, i);
         fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, i, fsdpc_unit_rank(unit));
         if (open.param >= 0 && !(ours && joins(optim, states, open.param, i))) {
             FSDPC_TRY(step_run(optim, states, open));
@@ -356,12 +357,19 @@ static fsdpc_status leave_open(fsdpc_optim *optim)
 fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
                                     fsdpc_stream *stream)
 {
-    args->kind = optim->kind;
+    args->kind = fsdpc_optim_kind_of(optim, group);
     args->hyper = optim->hypers[group];
     args->seed = optim->seed;
     if (optim->device->capturing)
         FSDPC_TRY(fsdpc_optim_graph_take(optim, group, args));
     return fsdpc_flat_step(args, stream);
+}
+
+fsdpc_status fsdpc_optim_step_matrix_alone(fsdpc_optim *optim, int group,
+                                           const fsdpc_step_args *args, const char *name, int ndim,
+                                           const size_t *shape, fsdpc_stream *stream)
+{
+    return fsdpc_optim_matrix_alone(optim, group, args, name, ndim, shape, stream);
 }
 
 /* Sorts units in the order in which forward will use them: for each root, the outermost first, then
@@ -420,9 +428,15 @@ static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
 {
     *waits_out = false;
     for (int i = 0; i < optim->n_units; i++) {
-        const unit_states *states = &optim->units[optim->order[i]];
+        const unit_states *states = &optim->units[i];
         for (int p = 0; p < states->unit->layout->n_params; p++)
             states->params[p].steps += states->params[p].stepping;
+    }
+    fsdpc_status matrices = fsdpc_optim_matrix_step(optim);
+    if (matrices != FSDPC_OK)
+        return give_up(optim, matrices);
+    for (int i = 0; i < optim->n_units; i++) {
+        const unit_states *states = &optim->units[optim->order[i]];
         *waits_out |= states->waits;
         if (!states->waits)
             FSDPC_TRY(step_unit(optim, states));

@@ -8,8 +8,10 @@
 #include "comm/coll_math.h"
 #include "comm/comm_hosts.h"
 #include "engine/agree.h"
+#include "engine/cover.h"
 #include "engine/micro.h"
 #include "engine/slots.h"
+#include "ops/matrix_rules.h"
 
 /* The stages of a reduction: the first reads a reduce buffer, the second a partial. */
 enum { FIRST, SECOND, N_STAGES };
@@ -29,6 +31,7 @@ typedef struct planner {
     unit_sizes *sizes;
     size_t file_ring, host_ring; /* bytes of the ring, and of one chunk of it */
     size_t contribution[N_STAGES];
+    size_t matrix, matrix_work; /* elements of the largest matrix, and of the work on one */
     fsdpc_plan_row_fn take;
     void *arg;
 } planner;
@@ -61,18 +64,61 @@ static bool shares_masters(const planner *p, const fsdpc_plan_unit *unit, const 
            fsdpc_plan_shares_masters(group, plan->param_dtype, &unit->options.offload);
 }
 
+static void plan_matrix(planner *p, const fsdpc_place *place)
+{
+    const size_t *shape = place->shape + (place->ndim == 3);
+    const fsdpc_matrix_rule *rule = fsdpc_matrix_rule_of(FSDPC_OPTIM_MUON);
+    p->matrix = fsdpc_max_size(p->matrix, shape[0] * shape[1]);
+    p->matrix_work = fsdpc_max_size(p->matrix_work, rule->work(shape[0], shape[1]));
+}
+
+static fsdpc_status plan_codes(planner *p, const fsdpc_plan_unit *unit, const fsdpc_layout *layout,
+                               int g)
+{
+    const fsdpc_offload *offload = &unit->options.offload;
+    size_t numel = layout->groups[g].shard_numel;
+    int n_states = p->options->n_states;
+    size_t side = fsdpc_state_side(&p->options->format, layout, g, 0, NULL);
+    fsdpc_array_plan array = fsdpc_plan_array(offload, offload->states, numel, FSDPC_U8);
+    FSDPC_TRY(plan_array(p, "states", FSDPC_MEM_STATE, n_states, &array));
+    array = fsdpc_plan_array(offload, offload->states && offload->host, side, FSDPC_F32);
+    return plan_array(p, "maxima of states", FSDPC_MEM_STATE, n_states, &array);
+}
+
+/* Plans the states of a group; each has the bands of the parameters with it. */
 static fsdpc_status plan_states(planner *p, const fsdpc_plan_unit *unit, const fsdpc_layout *layout,
                                 int g)
 {
-    const fsdpc_group *group = &layout->groups[g];
-    const fsdpc_state_format *format = &p->options->format;
     const fsdpc_offload *offload = &unit->options.offload;
-    size_t side = fsdpc_state_side(format, layout, g, 0, NULL);
-    fsdpc_dtype dtype = side ? FSDPC_U8 : fsdpc_state_plain_dtype(format, group->dtype);
-    fsdpc_array_plan array = fsdpc_plan_array(offload, offload->states, group->shard_numel, dtype);
-    FSDPC_TRY(plan_array(p, "states", FSDPC_MEM_STATE, p->options->n_states, &array));
-    array = fsdpc_plan_array(offload, offload->states && offload->host, side, FSDPC_F32);
-    return plan_array(p, "maxima of states", FSDPC_MEM_STATE, p->options->n_states, &array);
+    const fsdpc_state_format *format = &p->options->format;
+    fsdpc_dtype dtype = fsdpc_state_plain_dtype(format, layout->groups[g].dtype);
+    if (fsdpc_state_side(format, layout, g, 0, NULL) > 0)
+        return plan_codes(p, unit, layout, g);
+    bool *wanted = calloc((size_t)layout->n_params, sizeof *wanted);
+    size_t *skips = calloc((size_t)layout->n_params, sizeof *skips);
+    fsdpc_status status = wanted && skips ? FSDPC_OK
+                                          : fsdpc_fail(FSDPC_ERR_NOMEM,
+                                                       "no memory for a plan of "
+                                                       "%d parameters",
+                                                       layout->n_params);
+    bool any = true;
+    for (int s = 0; status == FSDPC_OK && any; s++) {
+        any = false;
+        for (int i = 0; i < layout->n_params; i++) {
+            bool matrix = unit->specs[i].matrix, ours = layout->params[i].group == g;
+            bool has = ours && s < (matrix ? 1 : p->options->n_states);
+            any |= has;
+            wanted[i] = has || offload->states;
+            if (ours && matrix)
+                plan_matrix(p, &layout->params[i]);
+        }
+        fsdpc_array_plan array = fsdpc_plan_array(offload, offload->states,
+                                                  fsdpc_cover(layout, g, wanted, skips), dtype);
+        status = plan_array(p, "states", FSDPC_MEM_STATE, any, &array);
+    }
+    free(wanted);
+    free(skips);
+    return status;
 }
 
 static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fsdpc_layout *layout,
@@ -298,6 +344,10 @@ fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
     if (status == FSDPC_OK)
         status =
             emit(&p, "ring", FSDPC_MEM_STAGING, p.host_ring, FSDPC_HOST_CHUNKS, FSDPC_PLAN_PINNED);
+    if (status == FSDPC_OK)
+        status = emit(&p, "work on matrices", FSDPC_MEM_STAGING,
+                      fsdpc_mem_counted((p.matrix + p.matrix_work) * sizeof(float)), 1,
+                      FSDPC_PLAN_MEMORY);
     free(p.sizes);
     return status;
 }

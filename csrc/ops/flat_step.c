@@ -42,7 +42,7 @@ void fsdpc_flat_step_f64(const fsdpc_step_args *a, size_t begin, size_t end)
 {
     fsdpc_step_scalars k = fsdpc_step_prepare(a);
     fsdpc_step_rule rule = fsdpc_step_rule_of(a);
-    int n_states = fsdpc_optim_states(a->kind, &a->hyper);
+    int n_states = fsdpc_rule_states(rule);
     double *param = a->param;
     if (a->grad_scale_at)
         k.grad_scale *= *a->grad_scale_at;

@@ -40,6 +40,7 @@ typedef struct fsdpc_step_args {
     const double *grad_scale_at; /* in device memory, times grad_scale; NULL: no factor */
     int64_t step;                /* 1 for the first step */
     bool copy_gradient;          /* SGD: the first step with momentum */
+    bool given;                  /* matrix rules: `grad` is the matrix's update (matrix_rules.h) */
     uint64_t seed;               /* for BF16 states, as are the next two */
     uint32_t number;             /* of the parameter */
     uint64_t first;              /* index in the parameter of the run's first element */
@@ -62,7 +63,7 @@ static inline fsdpc_code fsdpc_state_code(fsdpc_optim_kind kind, const fsdpc_hyp
 /* Returns the rule that the hyper-parameters select. */
 static inline fsdpc_step_rule fsdpc_step_rule_of(const fsdpc_step_args *args)
 {
-    return fsdpc_optim_table[args->kind].rule(&args->hyper);
+    return args->given ? FSDPC_RULE_GIVEN : fsdpc_optim_table[args->kind].rule(&args->hyper);
 }
 
 #endif

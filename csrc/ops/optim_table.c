@@ -70,6 +70,27 @@ static void rmsprop_scalars(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_s
     k->add_square = 1 - hyper->alpha;
 }
 
+/* ---- Muon and OrthogonalSGD ---- */
+
+static fsdpc_step_rule matrix_rule(const fsdpc_hyper *hyper)
+{
+    (void)hyper;
+    return FSDPC_RULE_AHEAD;
+}
+
+static void matrix_scalars(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k)
+{
+    (void)step;
+    k->beta1 = hyper->momentum;
+    k->add_gradient = 1 - hyper->momentum;
+}
+
+static void matrix_refuse(const fsdpc_hyper *hyper, char *why, size_t bytes)
+{
+    if (hyper->ns_steps != floor(hyper->ns_steps))
+        snprintf(why, bytes, "ns_steps is a whole number of iterations, got %g", hyper->ns_steps);
+}
+
 /* ---- The table ---- */
 
 const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
@@ -100,6 +121,21 @@ const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
                              .states = {"square_avg", "momentum_buffer", "grad_avg"},
                              .rule = rmsprop_rule,
                              .scalars = rmsprop_scalars},
+    [FSDPC_OPTIM_MUON] = {.name = "Muon",
+                          .hypers = "lr momentum nesterov weight_decay eps ns_steps ns_a ns_b ns_c "
+                                    "match_rms_adamw ",
+                          .states = {"momentum_buffer"},
+                          .rule = matrix_rule,
+                          .decoupled = true,
+                          .scalars = matrix_scalars,
+                          .refuse = matrix_refuse},
+    [FSDPC_OPTIM_ORTHOGONAL_SGD] = {.name = "OrthogonalSGD",
+                                    .hypers = "lr momentum nesterov weight_decay eps ns_steps ",
+                                    .states = {"momentum_buffer"},
+                                    .rule = matrix_rule,
+                                    .decoupled = true,
+                                    .scalars = matrix_scalars,
+                                    .refuse = matrix_refuse},
 };
 
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)

@@ -1,4 +1,4 @@
-/* The table of element-wise optimizers: what each reads, keeps and computes.
+/* The table of optimizers: what each reads, keeps and computes.
  *
  * An optimizer is a row of optim_table.c. The engine, the checks, the memory plan and both
  * frontends read the row; kernels read only the rule that it selects (step_rules.h). The
@@ -15,6 +15,11 @@
  *              momentum: b = momentum b + g / (sqrt(v) + eps);  p -= lr b
  *              centered: a = alpha a + (1 - alpha) g;  v - a^2 replaces v in the quotients
  *     Lion     p -= lr decay p;  p -= lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
+ *     Muon     b = momentum b + (1 - momentum) g;  nesterov: b' = momentum b + (1 - momentum) g;
+ *              p -= lr decay p;  p -= lr update(b or b'), of whole matrices
+ *     OrthogonalSGD  the same with another update
+ *
+ * The last two are matrix rules: matrix_rules.h has their updates.
  */
 #ifndef FSDPC_OPS_OPTIM_TABLE_H
 #define FSDPC_OPS_OPTIM_TABLE_H
@@ -31,6 +36,8 @@ typedef enum fsdpc_optim_kind {
     FSDPC_OPTIM_SGD,
     FSDPC_OPTIM_LION,
     FSDPC_OPTIM_RMSPROP,
+    FSDPC_OPTIM_MUON,
+    FSDPC_OPTIM_ORTHOGONAL_SGD,
     FSDPC_OPTIM_KINDS
 } fsdpc_optim_kind;
 
@@ -47,6 +54,11 @@ enum { FSDPC_OPTIM_MAX_STATES = 3 };
     X(double, momentum, 0, INFINITY)                                                               \
     X(double, dampening, -INFINITY, INFINITY)                                                      \
     X(double, alpha, 0, INFINITY)                                                                  \
+    X(double, ns_steps, 1, 100)                                                                    \
+    X(double, ns_a, -INFINITY, INFINITY)                                                           \
+    X(double, ns_b, -INFINITY, INFINITY)                                                           \
+    X(double, ns_c, -INFINITY, INFINITY)                                                           \
+    X(bool, match_rms_adamw, 0, 2)                                                                 \
     X(bool, centered, 0, 2)                                                                        \
     X(bool, nesterov, 0, 2)                                                                        \
     X(bool, amsgrad, 0, 2)                                                                         \

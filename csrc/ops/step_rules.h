@@ -38,7 +38,9 @@
     X(LION, lion, 1)                                                                               \
     X(RMSPROP, rmsprop, 1)                                                                         \
     X(RMSPROP_MOMENTUM, rmsprop_momentum, 2)                                                       \
-    X(RMSPROP_CENTERED, rmsprop_centered, 3)
+    X(RMSPROP_CENTERED, rmsprop_centered, 3)                                                       \
+    X(AHEAD, ahead, 1)                                                                             \
+    X(GIVEN, given, 0)
 
 typedef enum fsdpc_step_rule {
 #define X(NAME, function, states) FSDPC_RULE_##NAME,
@@ -191,6 +193,22 @@ STEP_FN STEP_VALUE step_rmsprop_centered(const STEP_SCALARS *k, STEP_VALUE p, ST
     STEP_VALUE variance = step_fused(-s[2], s[2], s[0]);
     s[1] = s[1] * k->beta1 + g / (step_root(variance) + k->eps);
     return step_fused_by(s[1], k->minus_step, p);
+}
+
+/* Matrix rules (matrix_rules.h), before the update of the whole matrix: replaces p, which is not
+ * the parameter but a row of the matrix, by the momentum, or by the momentum one step ahead. */
+STEP_FN STEP_VALUE step_ahead(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, STEP_VALUE *s)
+{
+    (void)p;
+    s[0] = step_towards(s[0], g, k->add_gradient);
+    return k->nesterov ? step_towards(g, s[0], k->beta1) : s[0];
+}
+
+/* And after it: moves the parameter by the given update. */
+STEP_FN STEP_VALUE step_given(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, STEP_VALUE *s)
+{
+    (void)s;
+    return step_fused_by(g, k->minus_step, p * k->keep);
 }
 
 /* Returns the updated parameter and updates the states. */

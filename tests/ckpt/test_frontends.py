@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW": optim.AdamW,
     "Adam": optim.Adam,
     "SGD": lambda params, lr: optim.SGD(params, lr, momentum=0.9),
+    "Muon": lambda groups, lr: optim.Muon([groups[0], {**groups[1], "use_muon": False}], lr),
     "torch AdamW": torch.optim.AdamW,
     "torch SGD": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
     "torch RMSprop": torch.optim.RMSprop,

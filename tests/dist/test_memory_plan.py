@@ -67,6 +67,32 @@ def test_plan_is_the_peak(precision: str) -> None:
         del model
 
 
+@pytest.mark.ranks([1, 2, 3])
+def test_plan_of_muon() -> None:
+    """One state for matrices in blocks, two for the others, and work on the largest matrix."""
+    before = fsdpc.memory_stats()
+    model = build(True, None, None)
+    plan = fsdpc.memory_plan(model, optimizer="muon")
+    optimizer = fsdpc.optim.Muon(fsdpc.optim.muon_groups(model))
+    allocs = []
+    for step in range(4):
+        model(*batch(step, fsdpc.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        allocs.append(fsdpc.memory_stats()["system_allocs"])
+    after = fsdpc.memory_stats()
+    for category in ("state", "staging"):
+        assert after[f"{category}_bytes"] - before[f"{category}_bytes"] == getattr(plan, category)
+    side, length = CONFIG.dim, CONFIG.inner
+    assert plan.staging == 4 * (2 * side * length + 2 * side**2)
+    assert plan.state < 0.75 * fsdpc.memory_plan(model).state
+    assert allocs[-1] == allocs[-2]
+    with fsdpc.deferred_init():
+        built = Llama(CONFIG)
+    blocks = wrap.by_class(type(built.blocks()[0]))
+    assert plan == fsdpc.memory_plan(built, plan=blocks, optimizer="muon")
+
+
 @pytest.mark.ranks([1, 2])
 def test_plan_of_states_in_bf16() -> None:
     before = fsdpc.memory_stats()["state_bytes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,27 @@ def test_strategies_end_equal(tmp_path: Path, disk: Path) -> None:
         ["--reshard-after-forward", "true"],
     ]
     assert len({crc_of(tmp_path, "--ranks", "2", *more) for more in strategies}) == 1
+
+
+def test_muon_splits_and_resumes_equal(tmp_path: Path) -> None:
+    """Whatever the ranks and the strategy, and also from a checkpoint of others."""
+    common = ["--deterministic", "--optimizer", "muon"]
+    found = {
+        crc_of(tmp_path, *common, "--ranks", ranks, "--accumulate", micro, *more)
+        for ranks, micro, *more in (
+            ("1", "4"), ("2", "2"), ("4", "1"), ("2", "2", "--strategy", "no_shard"),
+            ("4", "1", "--mesh", "2x2", "--strategy", "hybrid_shard"),
+        )
+    }  # fmt: skip
+    run, other = tmp_path / "run", tmp_path / "other"
+    whole = [*common, "--steps", "4", "--save-every", "2", "--checkpoint", str(run)]
+    begun = crc_of(tmp_path, *whole, "--ranks", "2", "--accumulate", "2")
+    shutil.copytree(run / "step-00000002", other / "step-00000002")
+    whole[-1] = str(other)
+    whole += ["--ranks", "4", "--accumulate", "1", "--resume"]
+    assert len(found) == 1 and begun == crc_of(tmp_path, *whole)
+    with pytest.raises(AssertionError, match="muon's momentum is fp32"):
+        crc_of(tmp_path, *common, "--state-dtype", "bf16")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ UNREAD = {
 
 # Calls that mirror PyTorch's, or DeepSpeed's, keep their signatures.
 MIRRORS = {
-    "fully_shard", "memory_plan", "AdamW", "Adam", "RMSprop", "SGD", "FullyShardedDataParallel",
+    "fully_shard", "memory_plan", "AdamW", "Adam", "RMSprop", "SGD", "Muon",
+    "FullyShardedDataParallel",
     "initialize", "Conv1d", "Conv2d", "TransformerEncoderLayer",
 }  # fmt: skip
 

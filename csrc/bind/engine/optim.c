@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "ops/flat_ops.h"
+#include "ops/matrix_rules.h"
 
 typedef struct py_optimizer {
     PyObject_HEAD fsdpc_optim *optim;
@@ -31,7 +32,7 @@ static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         return NULL;
     int kind = fsdpc_optim_find(name);
     if (kind == FSDPC_OPTIM_KINDS)
-        return PyErr_Format(PyExc_ValueError, "no element-wise optimizer is named '%s'", name);
+        return PyErr_Format(PyExc_ValueError, "no optimizer is named '%s'", name);
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
     if (!runtime)
         return NULL;
@@ -169,26 +170,43 @@ static int read_betas(PyObject *value, fsdpc_hyper *out)
     return -1;
 }
 
+/* Reads `rule`, the row of the table by which the group steps; the default is the optimizer's. */
+static int read_kind(const py_optimizer *self, PyObject *options, fsdpc_optim_kind *out)
+{
+    PyObject *rule = options ? PyDict_GetItemString(options, "rule") : NULL;
+    const char *name = rule ? PyUnicode_AsUTF8(rule) : fsdpc_optim_kind_name(self->kind);
+    int kind = name ? fsdpc_optim_find(name) : FSDPC_OPTIM_KINDS;
+    *out = (fsdpc_optim_kind)kind;
+    if (name && kind == FSDPC_OPTIM_KINDS)
+        PyErr_Format(PyExc_ValueError, "no optimizer is named '%s'", name);
+    return kind == FSDPC_OPTIM_KINDS ? -1 : 0;
+}
+
 /* Reads the options of one group; those that are not given become 0. */
-static int read_options(const py_optimizer *self, PyObject *options, fsdpc_hyper *out)
+static int read_options(const py_optimizer *self, PyObject *options, fsdpc_hyper *out,
+                        fsdpc_optim_kind *kind)
 {
     PyObject *key, *value;
     Py_ssize_t at = 0;
     char why[160] = "";
+    if (read_kind(self, options, kind) < 0)
+        return -1;
     while (options && PyDict_Next(options, &at, &key, &value)) {
         const char *name = PyUnicode_AsUTF8(key);
         if (!name)
             return -1;
         bool betas = strcmp(name, "betas") == 0;
-        if (!fsdpc_optim_reads(self->kind, betas ? "beta1" : name)) {
-            PyErr_Format(PyExc_TypeError, "%s has no option '%s'",
-                         fsdpc_optim_kind_name(self->kind), name);
+        if (strcmp(name, "rule") == 0)
+            continue;
+        if (!fsdpc_optim_reads(*kind, betas ? "beta1" : name)) {
+            PyErr_Format(PyExc_TypeError, "%s has no option '%s'", fsdpc_optim_kind_name(*kind),
+                         name);
             return -1;
         }
         if ((betas ? read_betas(value, out) : read_option(fsdpc_hyper_find(name), value, out)) < 0)
             return -1;
     }
-    const fsdpc_optim_row *row = &fsdpc_optim_table[self->kind];
+    const fsdpc_optim_row *row = &fsdpc_optim_table[*kind];
     if (row->refuse)
         row->refuse(out, why, sizeof why);
     if (!why[0] && self->coded && !fsdpc_rule_takes_codes(row->rule(out)))
@@ -202,7 +220,9 @@ static int read_options(const py_optimizer *self, PyObject *options, fsdpc_hyper
 static PyObject *optimizer_check(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     fsdpc_hyper hyper = {0};
-    if (!PyArg_ParseTuple(args, "") || read_options((py_optimizer *)object, kwargs, &hyper) < 0)
+    fsdpc_optim_kind kind;
+    if (!PyArg_ParseTuple(args, "") ||
+        read_options((py_optimizer *)object, kwargs, &hyper, &kind) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -211,10 +231,15 @@ static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args, PyObject 
 {
     int group;
     fsdpc_hyper hyper = {0};
+    fsdpc_optim_kind kind;
+    fsdpc_optim *optim = ((py_optimizer *)object)->optim;
     if (!PyArg_ParseTuple(args, "i", &group) ||
-        read_options((py_optimizer *)object, kwargs, &hyper) < 0)
+        read_options((py_optimizer *)object, kwargs, &hyper, &kind) < 0)
         return NULL;
-    return fsdpc_py_none(fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &hyper));
+    fsdpc_status status = fsdpc_optim_set_kind(optim, group, kind);
+    if (status == FSDPC_OK)
+        status = fsdpc_optim_set_hyper(optim, group, &hyper);
+    return fsdpc_py_none(status);
 }
 
 static PyObject *optimizers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
@@ -241,10 +266,11 @@ static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
     const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
     if (!hyper)
         return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
-    int n = fsdpc_optim_states(self->kind, hyper);
+    fsdpc_optim_kind kind = fsdpc_optim_group_kind(self->optim, group);
+    int n = fsdpc_optim_states(kind, hyper);
     PyObject *names = PyTuple_New(n);
     for (int s = 0; names && s < n; s++)
-        fsdpc_py_put(&names, s, PyUnicode_FromString(fsdpc_optim_state_name(self->kind, s)));
+        fsdpc_py_put(&names, s, PyUnicode_FromString(fsdpc_optim_state_name(kind, s)));
     return names;
 }
 
@@ -269,12 +295,12 @@ static PyObject *optimizer_state_codes(PyObject *object, PyObject *arg)
     const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
     if (!hyper)
         return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
-    int n = fsdpc_optim_states(self->kind, hyper);
+    fsdpc_optim_kind kind = fsdpc_optim_group_kind(self->optim, group);
+    int n = fsdpc_optim_states(kind, hyper);
     PyObject *names = PyTuple_New(n);
     for (int s = 0; names && s < n; s++)
-        fsdpc_py_put(
-            &names, s,
-            PyUnicode_FromString(fsdpc_py_code_name(fsdpc_state_code(self->kind, hyper, s))));
+        fsdpc_py_put(&names, s,
+                     PyUnicode_FromString(fsdpc_py_code_name(fsdpc_state_code(kind, hyper, s))));
     return names;
 }
 
@@ -296,7 +322,8 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
     fsdpc_tensor *grad = p ? fsdpc_py_tensor_of(grad_object) : NULL;
     if (!runtime || !grad)
         return NULL;
-    if (!hyper || PyTuple_GET_SIZE(states) != fsdpc_optim_states(self->kind, hyper))
+    fsdpc_optim_kind kind = fsdpc_optim_group_kind(self->optim, group);
+    if (!hyper || PyTuple_GET_SIZE(states) != fsdpc_optim_states(kind, hyper))
         return PyErr_Format(PyExc_ValueError, "group %d has no hyper-parameters, or not %zd states",
                             group, PyTuple_GET_SIZE(states));
     fsdpc_step_args a = {.param = p->data,
@@ -334,6 +361,14 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
     fsdpc_status status = fsdpc_tensor_check_write(p);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
+    if (fsdpc_matrix_rule_of(kind)) {
+        char name[32];
+        snprintf(name, sizeof name, "number %u", number);
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step_matrix_alone(self->optim, group, &a, name,
+                                                                    p->ndim, p->shape,
+                                                                    runtime->compute));
+        return fsdpc_py_none(status);
+    }
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step_alone(self->optim, group, &a, runtime->compute));
     return fsdpc_py_none(status);
 }
@@ -351,6 +386,8 @@ static void release_state(fsdpc_storage *storage)
     exported_state *exported = storage->owner;
     PyGILState_STATE gil = PyGILState_Ensure();
     fsdpc_unit_export(exported->unit->unit, -1);
+    if (((py_optimizer *)exported->optimizer)->optim)
+        fsdpc_optim_export(((py_optimizer *)exported->optimizer)->optim, -1);
     fsdpc_unit_ref_release(exported->unit);
     Py_DECREF(exported->optimizer);
     PyMem_Free(exported);
@@ -390,6 +427,7 @@ static PyObject *export_state(PyObject *object, PyObject *unit_object, fsdpc_dty
     }
     Py_INCREF(object);
     fsdpc_unit_export(fsdpc_unit_ref_acquire(unit)->unit, 1);
+    fsdpc_optim_export(((py_optimizer *)object)->optim, 1);
     return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
 }
 

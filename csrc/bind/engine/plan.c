@@ -25,11 +25,12 @@ static bool slot_granule(fsdpc_py_state *state, size_t *out)
 static int read_spec(PyObject *item, fsdpc_param_spec *spec)
 {
     PyObject *dtype, *shape;
-    int frozen;
-    if (!PyArg_ParseTuple(item, "OO!p", &dtype, &PyTuple_Type, &shape, &frozen) ||
+    int frozen, matrix = 0;
+    if (!PyArg_ParseTuple(item, "OO!p|p", &dtype, &PyTuple_Type, &shape, &frozen, &matrix) ||
         fsdpc_py_dtype_parse(dtype, &spec->dtype) < 0)
         return -1;
     spec->frozen = frozen;
+    spec->matrix = matrix;
     spec->name = "";
     spec->ndim = (int)PyTuple_GET_SIZE(shape);
     if (spec->ndim > FSDPC_LAYOUT_MAX_DIMS) {

@@ -39,8 +39,9 @@ from fsdpc.monitor.plots import LivePlot
 from fsdpc.monitor.profiler import ProfiledSteps
 from fsdpc.monitor.stabilizer import TrainingStabilizer
 from fsdpc.nn import deferred_init
-from fsdpc.optim import BY_NAME, Optimizer
+from fsdpc.optim import BY_NAME, Muon, Optimizer
 from fsdpc.optim.lr_scheduler import LRScheduler
+from fsdpc.optim.matrix import takes_muon
 from fsdpc.planning.memory_plan import MemoryPlan, memory_plan
 from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.amp import LossScaler
@@ -280,9 +281,21 @@ class Trainer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         make = BY_NAME[o.optimizer]
+        if make is Muon:
+            return model, Muon(self._muon_groups(model, groups), lr=o.lr)
         given = {"lr": o.lr, **({"betas": tuple(o.betas)} if o.betas else {})}
         options = {**make._USUAL, **given, "state_dtype": STATE_DTYPES[o.state_dtype]}
         return model, make(groups, **options)
+
+    def _muon_groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the groups for Muon, whose updates are scaled so that AdamW's rate fits."""
+        o = self.options
+        chosen = takes_muon(model)
+        muon = [p for p in groups[0]["params"] if id(p) in chosen]
+        adamw = {"use_muon": False, "lr": o.lr, "betas": o.betas or Muon._USUAL["betas"]}
+        others = [{**g, **adamw, "params": [p for p in g["params"] if id(p) not in chosen]}
+                  for g in groups]  # fmt: skip
+        return [{**groups[0], "params": muon, "adjust_lr_fn": "match_rms_adamw"}, *others]
 
     def run(self) -> None:
         """Train, validate, write metrics and print a sample."""

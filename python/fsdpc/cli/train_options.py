@@ -393,6 +393,8 @@ def _check_schedule(options: argparse.Namespace) -> None:
             raise ValueError(f"--betas: {options.optimizer} has none")
         if not all(0 <= beta < 1 for beta in options.betas):
             raise ValueError(f"--betas must be in [0, 1), got {options.betas}")
+    if options.optimizer == "muon" and options.state_dtype != "fp32":
+        raise ValueError(f"--state-dtype {options.state_dtype}: muon's momentum is fp32")
     if options.stabilize and options.dtype == "fp16":
         raise ValueError("--stabilize does not go with fp16, whose loss scaler skips steps itself")
 

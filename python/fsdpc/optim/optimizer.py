@@ -88,22 +88,27 @@ class Optimizer:
 
     def _add_group(self, given: dict[str, Any]) -> None:
         index = len(self.param_groups)
-        unknown = set(given) - set(self._defaults) - {"params"}
+        defaults = self._defaults_of(given)
+        unknown = set(given) - set(defaults) - {"params"}
         if unknown:
             raise ValueError(f"group {index} has unknown options {sorted(unknown)}")
         params = given["params"]
         params = [params] if isinstance(params, _core.Tensor) else list(params)
-        group = {**self._defaults, **given, "params": params}
+        group = {**defaults, **given, "params": params}
         self._core.check(**self._options(group))
-        for i, entry in enumerate(group["params"]):
-            name, p = entry if isinstance(entry, tuple) else (None, entry)
+        names = [entry[0] if isinstance(entry, tuple) else None for entry in params]
+        labels = []
+        for i, (entry, name) in enumerate(zip(list(params), names, strict=True)):
+            p = params[i] = entry[1] if isinstance(entry, tuple) else entry
             if not isinstance(p, Parameter):
                 raise TypeError(
                     f"optimizers take Parameters, got {type(p).__name__} (group {index}, place {i})"
                 )
-            group["params"][i] = p
-            label = f"'{name}'" if name else f"number {i} of group {index}"
-            label += f" {p.shape} {p.dtype.name}"
+            name = name or (p._unit and p._name)
+            labels.append(f"'{name}'" if name else f"number {i} of group {index}")
+        self._refuse_params(index, group, labels)
+        for p, name, label in zip(params, names, labels, strict=True):
+            label = f"{label} {p.shape} {p.dtype.name}"
             if p._unit is not None:
                 self._core.add(p._unit, p._index, index)
                 if p._unit not in self._units:
@@ -116,6 +121,13 @@ class Optimizer:
             if name:
                 self._names[id(p)] = name
         self.param_groups.append(group)
+
+    def _defaults_of(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the default options of a group."""
+        return self._defaults
+
+    def _refuse_params(self, index: int, group: dict[str, Any], labels: list[str]) -> None:
+        """Raise if the optimizer cannot step some of a group's parameters."""
 
     def _params(self) -> Iterator[Parameter]:
         return (p for group in self.param_groups for p in group["params"])

@@ -176,7 +176,8 @@ def _check_groups(
                 f"group {index} of the state does not fit: missing {missing}, unexpected "
                 f"{unexpected}"
             )
-        known = set(optimizer._defaults) | {"params", "initial_lr"}  # schedulers add the latter
+        # schedulers add "initial_lr"
+        known = {*optimizer._defaults_of(other), "params", "initial_lr"}
         unknown = sorted(set(other) - known)
         if unknown:
             raise ValueError(f"group {index} of the state has unknown options {unknown}")

@@ -13,6 +13,7 @@ from fsdpc import _core, distributed
 from fsdpc.display.svg import size
 from fsdpc.distributed import group
 from fsdpc.optim.formats import as_format
+from fsdpc.optim.matrix import takes_muon
 from fsdpc.planning import memory_picture
 from fsdpc.planning.snapshot import Snapshot
 from fsdpc.sharding import rules
@@ -24,8 +25,14 @@ from fsdpc.sharding.strategies import ShardingStrategy, as_strategy
 from fsdpc.sharding.wrap import WrapPolicy, by_name, units_by
 from fsdpc.tensors.device import DEVICES, check_device, get_default_device
 
-#: Number of states per parameter that an optimizer keeps by default (SGD: 0 without momentum).
-STATES = {name.lower(): states for name, (_, states) in _core.optimizers().items()}
+#: Optimizers that step matrices inside blocks; AdamW steps the other parameters.
+_OF_MATRICES = ("muon", "orthogonalsgd")
+#: Number of states per parameter that the others keep by default (SGD: 0 without momentum).
+STATES = {
+    name.lower(): states
+    for name, (_, states) in _core.optimizers().items()
+    if name.lower() not in _OF_MATRICES
+}
 
 
 class HostGroup(NamedTuple):
@@ -61,10 +68,11 @@ class MemoryPlan:
     "cuda", the parameter buffer is per rank too: the rank's slices of all units, plus memory for
     the units unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes sums in
     transit between hosts; in deterministic mode over NCCL, it includes the peers' contributions to
-    a sum. ``staging`` is memory for transfers to and from a disk. ``file`` is on the disk and
-    ``pinned`` in host memory next to a GPU; neither counts in the total. ``activation`` is the peak
-    of forward and backward, if a batch was given. ``units`` lists the modules that are units. The
-    plan prints as a table and is displayed as a picture in notebooks.
+    a sum. ``staging`` is memory for transfers to and from a disk, and for Muon's work on a matrix.
+    ``file`` is on the disk and ``pinned`` in host memory next to a GPU; neither counts in the
+    total. ``activation`` is the peak of forward and backward, if a batch was given. ``units`` lists
+    the modules that are units. The plan prints as a table and is displayed as a picture in
+    notebooks.
 
     Examples
     --------
@@ -183,7 +191,8 @@ class MemoryPlan:
 class _PlannedUnit(NamedTuple):
     """A unit as the engine plans it, except that ``offload`` has one entry per device."""
 
-    specs: list[tuple[_core.dtype, tuple[int, ...], bool]]  # dtype, shape, frozen
+    #: dtype, shape, frozen, whether a matrix rule steps it
+    specs: list[tuple[_core.dtype, tuple[int, ...], bool, bool]]
     param_dtype: Any
     reduce_dtype: Any
     offload: dict[str, _core.Offload | None]
@@ -258,7 +267,8 @@ def memory_plan(
         As in :func:`fully_shard`, for a model that is not sharded. Without a plan, each of the
         model's ``blocks()`` is a unit if it has that method.
     optimizer : str or int, default "adamw"
-        The optimizer's name, or the number of states that it keeps per parameter.
+        The optimizer's name, or the number of states that it keeps per parameter. "muon" steps
+        matrices inside the model's ``blocks()``, as :func:`fsdpc.optim.muon_groups` says.
     offload_policy : OffloadPolicy, optional
         As in :func:`fully_shard`, for a model that is not sharded.
     state_dtype : dtype, "int8" or Int8, default float32
@@ -293,7 +303,8 @@ def memory_plan(
     if mesh is None and isinstance(model, FSDPModule):
         mesh = rules.mesh_shape_of(model)
     replicate, shard = grid(mesh, strategy)
-    units = _sharded_units(model) if isinstance(model, FSDPModule) else []
+    matrices = takes_muon(model) if optimizer in _OF_MATRICES else set()
+    units = _sharded_units(model, matrices) if isinstance(model, FSDPModule) else []
     described = f"{len(units)} units, as sharded"
     if not units:
         described = "the units of the plan and the rest"
@@ -305,7 +316,7 @@ def memory_plan(
                 own = set(map(id, blocks))
                 plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
         policy = mp_policy or MixedPrecisionPolicy()
-        units = _planned_units(model, plan, policy, strategy, offload_policy)
+        units = _planned_units(model, plan, policy, strategy, offload_policy, matrices)
     if strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM:
         units = [unit._replace(keep_grads=True) for unit in units]
     world = group._world
@@ -315,7 +326,10 @@ def memory_plan(
         single=replicate * shard == 1
         and (world is None or world.size > 1 or world.transport == "self"),
         prefetch=model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1,
-        n_states=STATES[optimizer] if isinstance(optimizer, str) else int(optimizer),
+        n_states=(
+            STATES["adamw" if optimizer in _OF_MATRICES else optimizer]
+            if isinstance(optimizer, str) else int(optimizer)
+        ),
         state_format=as_format(state_dtype),
     )
     activation = None
@@ -344,17 +358,24 @@ def grid(mesh: Any, strategy: Any) -> tuple[int, int]:
     return tuple(mesh)
 
 
-def _specs(unit: _core.Unit) -> list[tuple[_core.dtype, tuple[int, ...], bool]]:
+def _specs(
+    unit: _core.Unit, matrices: set[int]
+) -> list[tuple[_core.dtype, tuple[int, ...], bool, bool]]:
+    places = zip(unit.params, _core.unit_places(unit), strict=True)
     return [
-        (dtype, shape, group >= unit.trained_groups)
-        for (_, dtype, shape), (group, *_) in zip(unit.params, _core.unit_places(unit), strict=True)
+        (dtype, shape, group >= unit.trained_groups, i in matrices)
+        for i, ((_, dtype, shape), (group, *_)) in enumerate(places)
     ]
 
 
-def _sharded_units(model: Any) -> list[_PlannedUnit]:
+def _sharded_units(model: Any, matrices: set[int]) -> list[_PlannedUnit]:
+    found: dict[_core.Unit, set[int]] = {}
+    for p in model.parameters():
+        if id(p) in matrices and p._unit is not None:
+            found.setdefault(p._unit, set()).add(p._index)
     return [
         _PlannedUnit(
-            specs=_specs(unit),
+            specs=_specs(unit, found.get(unit, set())),
             param_dtype=unit.param_dtype,
             reduce_dtype=unit.reduce_dtype,
             offload=_sharded_offload(unit.offload),
@@ -379,6 +400,7 @@ def _planned_units(
     policy: MixedPrecisionPolicy,
     strategy: Any,
     offload_policy: OffloadPolicy | None,
+    matrices: set[int],
 ) -> list[_PlannedUnit]:
     stays = strategy is not None and as_strategy(strategy).keeps_params
     chosen: list[tuple[list[Any], dict[str, Any]]] = []
@@ -396,7 +418,7 @@ def _planned_units(
         policies = options.get("offload_policy", offload_policy)
         units.append(
             _PlannedUnit(
-                specs=[(p.dtype, p.shape, not p.requires_grad) for p in params],
+                specs=[(p.dtype, p.shape, not p.requires_grad, id(p) in matrices) for p in params],
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
                 offload={name: planned(policies, name) for name in DEVICES},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdpc import _core
-from fsdpc.optim import formats
+from fsdpc.optim import formats, matrix
 from fsdpc.torch import _device, _shards
 from fsdpc.torch._unit import ShardInfo, UnitState, take_grads
 
@@ -368,6 +368,96 @@ class RMSprop(FlatOptimizer):
             "momentum": momentum, "centered": centered, "maximize": False, "foreach": None,
             "capturable": False, "differentiable": False, **options,
         }, state_dtype)  # fmt: skip
+
+
+class Muon(FlatOptimizer):
+    """``torch.optim.Muon`` over the parameters of sharded modules, and AdamW for the others.
+
+    Parameters
+    ----------
+    params : iterable
+        Groups step by Muon, or by AdamW if they have ``"use_muon": False``; these take ``lr``,
+        ``betas``, ``eps`` and ``weight_decay``, with the defaults of :class:`AdamW`.
+    lr : float or Tensor, default 1e-3
+    weight_decay : float, default 0.1
+    momentum : float, default 0.95
+    nesterov : bool, default True
+    ns_coefficients : (float, float, float), default (3.4445, -4.775, 2.0315)
+    eps : float, default 1e-7
+    ns_steps : int, default 5
+    adjust_lr_fn : str, optional
+        "original" or "match_rms_adamw".
+
+    Raises
+    ------
+    ValueError
+        A group of Muon has a parameter that is neither a matrix nor a stack of them.
+    NotImplementedError
+        Such a parameter is also sharded by tensor parallelism, or along another dimension than 0.
+        In the first step: it is on a GPU or offloaded.
+
+    Notes
+    -----
+    Iterations are in float32, those of ``torch.optim.Muon`` in bfloat16, so the two differ by the
+    rounding of bfloat16. Stacks of matrices (three dimensions) are stepped matrix by matrix.
+    """
+
+    _kind = "Muon"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        super().__init__(params, {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        })  # fmt: skip
+
+    def _refuse_params(self, group: dict[str, Any]) -> None:
+        if not group.setdefault("use_muon", True):
+            for name, value in matrix.ADAMW.items():
+                group.setdefault(name, value)
+            return
+        params = group["params"]
+        labels = [(f"'{_label(p)}'", tuple(p.shape)) for p in params]
+        matrix.refuse_vectors("Muon", len(self.param_groups), labels)
+        for p in params:
+            info = getattr(p, "fsdpc", None)
+            if isinstance(info, ShardInfo) and not info._state.layouts[info._index].is_plain:
+                raise NotImplementedError(
+                    f"Muon needs whole rows of '{info.name}', which is sharded by tensor "
+                    "parallelism or along another dimension than 0: put it into a group with "
+                    "use_muon=False"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of Muon or, with ``"use_muon": False``, of AdamW."""
+        given = param_group["params"]
+        params = [given] if isinstance(given, torch.Tensor) else list(given)
+        named = bool(params) and isinstance(params[0], tuple)
+        group = {**param_group, "params": [p for _, p in params] if named else params}
+        self._refuse_params(group)
+        super().add_param_group({**group, "params": params})
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        use_muon = group.get("use_muon", True)  # torch.optim.Muon's state has none
+        names = [n for n in (self.defaults if use_muon else matrix.ADAMW) if n != "use_muon"]
+        options = {name: _plain(group[name]) for name in names}
+        return matrix.engine_options({**options, "use_muon": use_muon}, self._kind)
+
+
+def _label(p: Any) -> str:
+    info = getattr(p, "fsdpc", None)
+    return info.name if isinstance(info, ShardInfo) else "a parameter"
 
 
 def _plain(value: Any) -> Any:
