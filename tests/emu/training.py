@@ -61,7 +61,7 @@ class Weighted(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         values = np.linspace(-1, 1, 1000, dtype=np.float32)
-        self.w = nn.Parameter(fsdpc.tensor(values.reshape(shape)))
+        self.w = nn.Parameter(fsdpc.tensor(values.reshape(shape or 1000)))
 
     def forward(self, x: Any, y: Any) -> Any:
         return (self.w * fsdpc.tensor(x.reshape(self.w.shape)).to(self.w.dtype)).sum()
@@ -94,7 +94,7 @@ def numbers(rng: np.random.Generator) -> Batch:
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], Batch]]] = {
     "llama": (llama, words), "perceptron": (Perceptron, rows),
-    "weighted": (partial(Weighted, 1000), numbers),
+    "weighted": (Weighted, numbers),
     "coded": (partial(Weighted, 10, 100), numbers),  # with states of a byte per element
 }
 
