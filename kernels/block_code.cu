@@ -27,22 +27,24 @@ __global__ void __launch_bounds__(BLOCK_THREADS) decode_kernel(fsdpc_code_args a
     }
 }
 
-extern "C" fsdpc_status fsdpc_cuda_encode(const fsdpc_code_args *a, fsdpc_stream *stream)
+template <typename Kernel>
+static fsdpc_status over_blocks(Kernel *kernel, const char *what, const fsdpc_code_args *a,
+                                const fsdpc_stream *stream)
 {
     const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
     size_t blocks = fsdpc_code_blocks(a->numel, a->row);
     if (blocks == 0)
         return FSDPC_OK;
-    FSDPC_LAUNCH(encode_kernel, code_grid(queue, blocks), BLOCK_THREADS, 0, queue, *a, blocks);
-    return launched("an encoding");
+    FSDPC_LAUNCH(kernel, code_grid(queue, blocks), BLOCK_THREADS, 0, queue, *a, blocks);
+    return launched(what);
+}
+
+extern "C" fsdpc_status fsdpc_cuda_encode(const fsdpc_code_args *a, fsdpc_stream *stream)
+{
+    return over_blocks(encode_kernel, "an encoding", a, stream);
 }
 
 extern "C" fsdpc_status fsdpc_cuda_decode(const fsdpc_code_args *a, fsdpc_stream *stream)
 {
-    const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
-    size_t blocks = fsdpc_code_blocks(a->numel, a->row);
-    if (blocks == 0)
-        return FSDPC_OK;
-    FSDPC_LAUNCH(decode_kernel, code_grid(queue, blocks), BLOCK_THREADS, 0, queue, *a, blocks);
-    return launched("a decoding");
+    return over_blocks(decode_kernel, "a decoding", a, stream);
 }

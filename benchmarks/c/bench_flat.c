@@ -161,13 +161,17 @@ static void run_equal_bf16(bench *b)
     b->sink = equal;
 }
 
-static void adamw(bench *b, fsdpc_dtype grad_dtype, void *copy_in, fsdpc_dtype copy_in_dtype)
+static void adamw(bench *b, fsdpc_dtype grad_dtype, fsdpc_dtype state_dtype, void *copy_in,
+                  fsdpc_dtype copy_in_dtype)
 {
     fsdpc_step_args args = {
         .param = b->param,
         .grad = grad_dtype == FSDPC_BF16 ? b->half : b->src[0],
         .grad_dtype = grad_dtype,
         .states = {b->exp_avg, b->exp_avg_sq},
+        .state_dtype = state_dtype,
+        .maxima = {b->src[1], b->src[2]},
+        .code_row = FSDPC_CODE_BLOCK,
         .copy_in = copy_in,
         .copy_in_dtype = copy_in_dtype,
         .numel = b->numel,
@@ -180,51 +184,32 @@ static void adamw(bench *b, fsdpc_dtype grad_dtype, void *copy_in, fsdpc_dtype c
 
 static void run_adamw(bench *b)
 {
-    adamw(b, FSDPC_F32, NULL, FSDPC_F32);
+    adamw(b, FSDPC_F32, FSDPC_F32, NULL, FSDPC_F32);
 }
 
 static void run_adamw_f32(bench *b)
 {
-    adamw(b, FSDPC_F32, b->copy_in, FSDPC_F32);
+    adamw(b, FSDPC_F32, FSDPC_F32, b->copy_in, FSDPC_F32);
 }
 
 static void run_adamw_bf16(bench *b)
 {
-    adamw(b, FSDPC_F32, b->copy_in, FSDPC_BF16);
+    adamw(b, FSDPC_F32, FSDPC_F32, b->copy_in, FSDPC_BF16);
 }
 
 static void run_adamw_bf16_bf16(bench *b)
 {
-    adamw(b, FSDPC_BF16, b->copy_in, FSDPC_BF16);
-}
-
-static void adamw_int8(bench *b, void *copy_in)
-{
-    fsdpc_step_args args = {
-        .param = b->param,
-        .grad = b->src[0],
-        .states = {b->exp_avg, b->exp_avg_sq},
-        .state_dtype = FSDPC_U8,
-        .maxima = {b->src[1], b->src[2]},
-        .code_row = FSDPC_CODE_BLOCK,
-        .copy_in = copy_in,
-        .copy_in_dtype = FSDPC_BF16,
-        .numel = b->numel,
-        .grad_scale = 1,
-        .hyper = {.lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01},
-        .step = 3,
-        .kind = FSDPC_OPTIM_ADAMW};
-    b->ops->step(&args, &b->stream);
+    adamw(b, FSDPC_BF16, FSDPC_F32, b->copy_in, FSDPC_BF16);
 }
 
 static void run_adamw_int8(bench *b)
 {
-    adamw_int8(b, NULL);
+    adamw(b, FSDPC_F32, FSDPC_U8, NULL, FSDPC_F32);
 }
 
 static void run_adamw_int8_bf16(bench *b)
 {
-    adamw_int8(b, b->copy_in);
+    adamw(b, FSDPC_F32, FSDPC_U8, b->copy_in, FSDPC_BF16);
 }
 
 static void run_init(bench *b)

@@ -151,12 +151,14 @@ static fsdpc_status check_codes(const unit_states *states, int param)
         states->unit->layout->params[param].name, states->unit->name, FSDPC_LAYOUT_BLOCK, row);
 }
 
-static fsdpc_status make_side(unit_states *states, int group, float **out)
+/* Creates a side array, which is in memory even if the codes are in a file. */
+static fsdpc_status make_side(const unit_states *states, int group, const char *name, float **out)
 {
     const fsdpc_unit *unit = states->unit;
-    bool pinned = unit->offload.host && unit->offload.states;
-    return fsdpc_device_alloc_zeroed(unit->device, pinned ? FSDPC_MEM_PINNED : FSDPC_MEM_STATE,
-                                     states->side_numel[group] * sizeof(float), (void **)out);
+    const fsdpc_group plan = {.shard_numel = states->side_numel[group]};
+    fsdpc_extent *none = NULL;
+    return fsdpc_unit_create_array(unit, &plan, unit->offload.states && unit->offload.host,
+                                   FSDPC_MEM_STATE, name, FSDPC_F32, &none, (void **)out);
 }
 
 /* Returns the dtype of the arrays of a flat group's states. */
@@ -205,7 +207,8 @@ static void mark_wanted(const fsdpc_optim *optim, const unit_states *states, int
     }
 }
 
-/* Sets *skips_io and the array of a state that covers what is wanted. */
+/* Creates the array of a state that covers what is wanted, in the place of the present one.
+ * `wanted` and `skips` have room for all parameters. */
 static fsdpc_status create_state(fsdpc_optim *optim, unit_states *states, int group, int state,
                                  const char *name, bool *wanted, size_t *skips)
 {
@@ -267,13 +270,16 @@ static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int par
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
                           states->params[param].group, place->name);
     const fsdpc_optim_kind kind = fsdpc_optim_kind_of(optim, states->params[param].group);
-    for (int s = 0; s < fsdpc_optim_states(kind, hyper); s++) {
-        int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
+    const int n_states = fsdpc_optim_states(kind, hyper);
+    if (n_states > 0)
         FSDPC_TRY(check_codes(states, param));
+    for (int s = 0; s < n_states; s++) {
+        int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
+        const char *name = fsdpc_optim_state_name(kind, s);
         if (!states->states[at] || states->params[param].skips[s] == FSDPC_COVER_NONE)
-            FSDPC_TRY(make_state(optim, states, param, s, fsdpc_optim_state_name(kind, s)));
+            FSDPC_TRY(make_state(optim, states, param, s, name));
         if (states->side_numel[place->group] > 0 && !states->sides[at])
-            FSDPC_TRY(make_side(states, place->group, &states->sides[at]));
+            FSDPC_TRY(make_side(states, place->group, name, &states->sides[at]));
     }
     return FSDPC_OK;
 }
@@ -528,20 +534,13 @@ fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *un
     return FSDPC_OK;
 }
 
-/* Allocates fp32 numbers for a parameter's rows, which the caller frees. */
-static fsdpc_status alloc_values(const fsdpc_optim *optim, const fsdpc_optim_view *view,
-                                 float **out)
-{
-    return fsdpc_device_alloc(optim->device, FSDPC_MEM_STAGING, view->local.numel * sizeof(float),
-                              (void **)out);
-}
-
 static fsdpc_status write_codes(const fsdpc_optim *optim, const fsdpc_optim_view *view,
                                 const void *from, fsdpc_dtype dtype)
 {
     fsdpc_stream *main = fsdpc_device_main(optim->device);
     fsdpc_code_args args = view->codes;
-    FSDPC_TRY(alloc_values(optim, view, &args.values));
+    FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_STAGING,
+                                 view->local.numel * sizeof(float), (void **)&args.values));
     fsdpc_status status =
         fsdpc_flat_cast(args.values, FSDPC_F32, from, dtype, view->local.numel, main);
     if (status == FSDPC_OK)
@@ -554,7 +553,8 @@ static fsdpc_status collect_codes(const fsdpc_optim *optim, const fsdpc_unit *un
                                   const fsdpc_optim_view *view, void *out)
 {
     fsdpc_code_args args = view->codes;
-    FSDPC_TRY(alloc_values(optim, view, &args.values));
+    FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_STAGING,
+                                 view->local.numel * sizeof(float), (void **)&args.values));
     fsdpc_status status = fsdpc_flat_decode(&args, fsdpc_device_main(optim->device));
     if (status == FSDPC_OK)
         status = fsdpc_unit_collect_rows(unit, param, FSDPC_F32, args.values, out);

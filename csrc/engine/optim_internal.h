@@ -77,7 +77,7 @@ static inline fsdpc_optim_kind fsdpc_optim_kind_of(const fsdpc_optim *optim, int
 /* The memory of one state of a parameter at a position in the shard. */
 typedef struct fsdpc_state_memory {
     fsdpc_dtype dtype; /* U8: block codes */
-    void *data;        /* NULL: in a pass, or not created yet */
+    void *data;        /* NULL: not created yet */
     float *maxima;
     fsdpc_extent *extent; /* of `data`; NULL: it is in memory */
 } fsdpc_state_memory;

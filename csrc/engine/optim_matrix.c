@@ -1,16 +1,16 @@
 /* How the rows of a matrix meet.
  *
- *     every rank     momentum, and its rows ahead ─┐                      ┌─► moves its rows
- *                                          rows meet│                     │update's rows
- *     chosen rank                                   └─► update of whole X ┘
+ *     every rank     momentum, and its rows ahead ─┐                     ┌─► moves its rows
+ *                                        rows meet │                     │ rows of the update
+ *     chosen rank                                  └─► update of whole X ┘
  *
  * On one host, rows meet in reduce buffers, which are idle during a step and which peers can read.
  * Each rank writes its rows of a batch of matrices into its own buffer. The chosen rank copies them
- * from there and leaves the update in its own buffer, where the others read their rows. A barrier
- * separates each of the three parts from the next one's reads or overwrites. A batch is as many
- * matrices as fit, so ranks wait for each other twice per batch, not per matrix. If
- * ranks are on several hosts, a unit has no root, or the buffers are too small, matrices are
- * computed in rounds of one per rank. Rows are then broadcast by the ranks that have them.
+ * from there and leaves the update in its own buffer, from which the others read their rows. A
+ * barrier separates each of the three parts from the next one's reads or overwrites. A batch is as
+ * many matrices as fit, so ranks wait for each other twice per batch, not per matrix. If ranks are
+ * on several hosts, a unit has no root, or the buffers are too small, matrices are computed in
+ * rounds of one per rank. Rows are then broadcast by the ranks that have them.
  *
  * Matrices are ordered by cost before they are cut into batches or rounds, so that those of one
  * round take similar time.

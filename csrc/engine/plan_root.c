@@ -72,13 +72,9 @@ static void plan_matrix(planner *p, const fsdpc_place *place)
     p->matrix_work = fsdpc_max_size(p->matrix_work, rule->work(shape[0], shape[1]));
 }
 
-static fsdpc_status plan_codes(planner *p, const fsdpc_plan_unit *unit, const fsdpc_layout *layout,
-                               int g)
+static fsdpc_status plan_codes(planner *p, const fsdpc_offload *offload, size_t numel, size_t side)
 {
-    const fsdpc_offload *offload = &unit->options.offload;
-    size_t numel = layout->groups[g].shard_numel;
     int n_states = p->options->n_states;
-    size_t side = fsdpc_state_side(&p->options->format, layout, g, 0, NULL);
     fsdpc_array_plan array = fsdpc_plan_array(offload, offload->states, numel, FSDPC_U8);
     FSDPC_TRY(plan_array(p, "states", FSDPC_MEM_STATE, n_states, &array));
     array = fsdpc_plan_array(offload, offload->states && offload->host, side, FSDPC_F32);
@@ -92,8 +88,9 @@ static fsdpc_status plan_states(planner *p, const fsdpc_plan_unit *unit, const f
     const fsdpc_offload *offload = &unit->options.offload;
     const fsdpc_state_format *format = &p->options->format;
     fsdpc_dtype dtype = fsdpc_state_plain_dtype(format, layout->groups[g].dtype);
-    if (fsdpc_state_side(format, layout, g, 0, NULL) > 0)
-        return plan_codes(p, unit, layout, g);
+    size_t side = fsdpc_state_side(format, layout, g, 0, NULL);
+    if (side > 0)
+        return plan_codes(p, offload, layout->groups[g].shard_numel, side);
     bool *wanted = calloc((size_t)layout->n_params, sizeof *wanted);
     size_t *skips = calloc((size_t)layout->n_params, sizeof *skips);
     fsdpc_status status = wanted && skips ? FSDPC_OK

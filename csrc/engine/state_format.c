@@ -30,7 +30,7 @@ static size_t band_code_row(const fsdpc_state_format *format, const fsdpc_layout
     return row;
 }
 
-/* Returns where the next band begins. */
+/* Returns the index at which the next band begins. */
 static size_t lay_out_band(const fsdpc_state_format *format, const fsdpc_layout *layout, int group,
                            int band, int rank, size_t begin, fsdpc_state_place *places)
 {

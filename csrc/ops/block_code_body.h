@@ -1,7 +1,7 @@
 /* The arithmetic of block codes, and the table's `encode` and `decode`.
  *
- * Included by flat_step_body.h. Roots and divisions are correctly rounded and nothing is fused, so
- * every path gives the same bytes.
+ * Included by flat_step_body.h, whose multiply-adds are fused on every path. All other operations
+ * are rounded one by one, so every path gives the same bytes.
  */
 
 enum { CODE_1 = 0x3f800000 }; /* bits of 1.0f */

@@ -17,39 +17,34 @@ static double spread(size_t rows, size_t cols)
     return sqrt(fmax(1, (double)rows / (double)cols));
 }
 
+/* a, b, c: the polynomial's coefficients */
+static fsdpc_status orthogonalize(const fsdpc_matrix_args *args, double a, double b, double c,
+                                  double scale, fsdpc_stream *stream)
+{
+    const fsdpc_orthogonal_args orthogonal = {.rows = args->rows,
+                                              .cols = args->cols,
+                                              .x = args->x,
+                                              .work = args->work,
+                                              .a = a,
+                                              .b = b,
+                                              .c = c,
+                                              .eps = args->hyper->eps,
+                                              .steps = (int)args->hyper->ns_steps,
+                                              .scale = scale};
+    return fsdpc_orthogonalize(&orthogonal, stream);
+}
+
 static fsdpc_status muon_update(const fsdpc_matrix_args *args, fsdpc_stream *stream)
 {
     const fsdpc_hyper *hyper = args->hyper;
-    const fsdpc_orthogonal_args orthogonal = {
-        .rows = args->rows,
-        .cols = args->cols,
-        .x = args->x,
-        .work = args->work,
-        .a = hyper->ns_a,
-        .b = hyper->ns_b,
-        .c = hyper->ns_c,
-        .eps = hyper->eps,
-        .steps = (int)hyper->ns_steps,
-        .scale = hyper->match_rms_adamw ? 0.2 * sqrt(fmax((double)args->rows, (double)args->cols))
-                                        : spread(args->rows, args->cols),
-    };
-    return fsdpc_orthogonalize(&orthogonal, stream);
+    double scale = hyper->match_rms_adamw ? 0.2 * sqrt(fmax((double)args->rows, (double)args->cols))
+                                          : spread(args->rows, args->cols);
+    return orthogonalize(args, hyper->ns_a, hyper->ns_b, hyper->ns_c, scale, stream);
 }
 
 static fsdpc_status orthogonal_sgd_update(const fsdpc_matrix_args *args, fsdpc_stream *stream)
 {
-    const fsdpc_orthogonal_args orthogonal = {
-        .rows = args->rows,
-        .cols = args->cols,
-        .x = args->x,
-        .work = args->work,
-        .a = 1.5,
-        .b = -0.5,
-        .eps = args->hyper->eps,
-        .steps = (int)args->hyper->ns_steps,
-        .scale = spread(args->rows, args->cols),
-    };
-    return fsdpc_orthogonalize(&orthogonal, stream);
+    return orthogonalize(args, 1.5, -0.5, 0, spread(args->rows, args->cols), stream);
 }
 
 static const fsdpc_matrix_rule table[FSDPC_OPTIM_KINDS] = {

@@ -21,7 +21,7 @@ SHAPES = {
     "wide": (37, 512),  # blocks of 256
     "uneven": (50, 320),  # rows of a block and a short one
     "experts": (6, 16, 64),
-    "kernel": (40, 6, 5, 5),  # rows that are no multiple of 256
+    "kernel": (40, 6, 5, 5),  # rows of 150
     "small": (8, 64),
     "bias": (5000,),
 }

@@ -7,18 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import fsdpc
 from fsdpc import checkpoint, nn, optim
-
-torch = pytest.importorskip("torch")
-
-from fsdpc.torch import (  # noqa: E402
-    fully_shard,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from fsdpc.torch.optim import SGD, AdamW, Lion, RMSprop  # noqa: E402
+from fsdpc.torch import fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdpc.torch.optim import SGD, AdamW, Lion, RMSprop
 
 SHAPES = {"wide": (37, 512), "uneven": (50, 320), "small": (8, 64), "bias": (5000,)}
 KINDS: dict[Any, dict[str, Any]] = {

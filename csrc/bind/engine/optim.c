@@ -257,9 +257,10 @@ static PyObject *optimizers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unu
     return rows;
 }
 
-static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
+/* Returns a tuple with a word for each state that the options of a group require. */
+static PyObject *words_of_states(const py_optimizer *self, PyObject *arg,
+                                 const char *(*word)(fsdpc_optim_kind, const fsdpc_hyper *, int))
 {
-    py_optimizer *self = (py_optimizer *)object;
     int group = (int)PyLong_AsLong(arg);
     if (group == -1 && PyErr_Occurred())
         return NULL;
@@ -268,10 +269,31 @@ static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
         return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
     fsdpc_optim_kind kind = fsdpc_optim_group_kind(self->optim, group);
     int n = fsdpc_optim_states(kind, hyper);
-    PyObject *names = PyTuple_New(n);
-    for (int s = 0; names && s < n; s++)
-        fsdpc_py_put(&names, s, PyUnicode_FromString(fsdpc_optim_state_name(kind, s)));
-    return names;
+    PyObject *words = PyTuple_New(n);
+    for (int s = 0; words && s < n; s++)
+        fsdpc_py_put(&words, s, PyUnicode_FromString(word(kind, hyper, s)));
+    return words;
+}
+
+static const char *state_name(fsdpc_optim_kind kind, const fsdpc_hyper *hyper, int state)
+{
+    (void)hyper;
+    return fsdpc_optim_state_name(kind, state);
+}
+
+static const char *state_code(fsdpc_optim_kind kind, const fsdpc_hyper *hyper, int state)
+{
+    return fsdpc_py_code_name(fsdpc_state_code(kind, hyper, state));
+}
+
+static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
+{
+    return words_of_states((py_optimizer *)object, arg, state_name);
+}
+
+static PyObject *optimizer_state_codes(PyObject *object, PyObject *arg)
+{
+    return words_of_states((py_optimizer *)object, arg, state_code);
 }
 
 static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
@@ -284,24 +306,6 @@ static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
     }
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step(((py_optimizer *)object)->optim));
     return fsdpc_py_none(status);
-}
-
-static PyObject *optimizer_state_codes(PyObject *object, PyObject *arg)
-{
-    py_optimizer *self = (py_optimizer *)object;
-    int group = (int)PyLong_AsLong(arg);
-    if (group == -1 && PyErr_Occurred())
-        return NULL;
-    const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
-    if (!hyper)
-        return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
-    fsdpc_optim_kind kind = fsdpc_optim_group_kind(self->optim, group);
-    int n = fsdpc_optim_states(kind, hyper);
-    PyObject *names = PyTuple_New(n);
-    for (int s = 0; names && s < n; s++)
-        fsdpc_py_put(&names, s,
-                     PyUnicode_FromString(fsdpc_py_code_name(fsdpc_state_code(kind, hyper, s))));
-    return names;
 }
 
 /* Steps parameters that belong to no unit. */

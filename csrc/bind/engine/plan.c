@@ -1,7 +1,6 @@
 /* plan_root(units, mesh, groups, remote, single, prefetch, n_states, (state_dtype, min_coded_numel),
- * micro_steps): the
- * rows of plan_root.h. plan_unsharded(units, ranks, prefetch, remote): the bytes of unsharded
- * parameters, for estimates that have sizes instead of shapes. */
+ * micro_steps): the rows of plan_root.h. plan_unsharded(units, ranks, prefetch, remote): the bytes
+ * of unsharded parameters, for estimates that have sizes instead of shapes. */
 #include "bind/engine/tier.h"
 
 #include "engine/plan_root.h"

@@ -28,7 +28,7 @@ class Int8(NamedTuple):
     The elements of a row are coded in blocks of 256, relative to the largest magnitude, which
     is kept in float32. States of parameters with one dimension, with rows shorter than 64 elements
     or with fewer elements than ``min_numel`` stay float32, as do those of parameters with three or
-    more dimensions whose rows (elements per index of dim 0) are no multiple of 256.
+    more dimensions whose rows (elements per index of dim 0) are not multiples of 256.
 
     Parameters
     ----------

@@ -186,16 +186,19 @@ class Optimizer:
         """Return an unsharded parameter's states, creating any that are missing."""
         own = self._plain[id(p)]
         names = self._core.state_names(self._group_of[id(p)])
-        dtype = _core.float64 if p.dtype is _core.float64 else self._format[0]
-        row = own.code_row = formats.code_row(self._format, p.dtype, p.shape)
-        if dtype is _core.uint8 and row == 0:
-            dtype = _core.float32
         for name in names:
             if name not in own.states:
-                own.states[name] = _core.zeros(p.shape, dtype=dtype)
-                if row:
-                    own.maxima[name] = _core.zeros((formats.blocks_in(p.numel(), p.shape),))
+                self._make_plain_state(p, own, name)
         return {name: own.states[name] for name in names}
+
+    def _make_plain_state(self, p: Parameter, own: _Plain, name: str) -> None:
+        dtype = _core.float64 if p.dtype is _core.float64 else self._format[0]
+        own.code_row = formats.code_row(self._format, p.dtype, p.shape)
+        if own.code_row:
+            own.maxima[name] = _core.zeros((formats.blocks_in(p.numel(), p.shape),))
+        elif dtype is _core.uint8:
+            dtype = _core.float32
+        own.states[name] = _core.zeros(p.shape, dtype=dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, without writing to their memory.
