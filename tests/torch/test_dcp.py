@@ -122,6 +122,33 @@ def check_alone(path: str, expected: dict[str, Any]) -> None:
             assert numel == one.size.numel(), (name, one)
 
 
+@pytest.mark.ranks([2, 3])
+def test_safetensors_storage(tmp_path: Path) -> None:
+    """Torch's writer of safetensors files: parts of each rank, and the whole that it joins."""
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.hf_storage import (
+        HuggingFaceStorageReader,
+        HuggingFaceStorageWriter,
+    )
+
+    join_gloo(tmp_path)
+    model, fresh = shard(build()), shard(build(1))
+    expected = get_model_state_dict(model)
+    writer = HuggingFaceStorageWriter(
+        str(tmp_path / "parts"), save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(get_model_state_dict(model, sharded=True), storage_writer=writer)
+    dist.barrier()
+    joined = load_file(next((tmp_path / "parts").glob("model-*.safetensors")))
+    assert_same(joined, expected)
+    state = get_model_state_dict(fresh, sharded=True)
+    parts = next(path for path in (tmp_path / "parts").iterdir() if path.is_dir())
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(parts)))
+    theirs.set_model_state_dict(fresh, state)
+    assert_same(get_model_state_dict(fresh), expected)
+    dist.destroy_process_group()
+
+
 @pytest.mark.ranks(2)
 def test_what_a_plain_process_saved_is_loaded(tmp_path: Path) -> None:
     join_gloo(tmp_path)
