@@ -1,12 +1,13 @@
 """Formats of optimizer states: the loss that a model reaches with them, and the time of a step.
 
-``loss``: AdamW trains one LLaMA of 10M parameters under torch, from the same start on the bytes of
+``loss``: AdamW trains a LLaMA of 10M parameters under torch, from the same starts on the bytes of
 the repository's documentation, with each format of states, in one process and on one rank. Peers
 are torch's own AdamW, and the AdamW8bit of torchao and bitsandbytes where these are installed.
 
 ``step``: one step over a matrix, in fsdpc and the peers, on all threads.
 
-python benchmarks/bench_states.py [--parts loss step] [--steps 500] [--powers 22 24] [--rounds 9]
+python benchmarks/bench_states.py [--parts loss step] [--steps 500] [--starts 1]
+    [--only NAME ...] [--powers 22 24] [--rounds 9]
 """
 
 from __future__ import annotations
@@ -63,24 +64,24 @@ def text() -> torch.Tensor:
     return torch.tensor(list(b"".join(page.read_bytes() for page in pages)))
 
 
-def llama() -> torch.nn.Module:
+def llama(start: int) -> torch.nn.Module:
     """A model of 10M parameters over bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(start)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=1024, num_hidden_layers=9,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=SEQ,
         attn_implementation="sdpa"))  # fmt: skip
 
 
-def losses(make: Callable[[Any], Any], shard: bool, steps: int) -> list[float]:
+def losses(make: Callable[[Any], Any], shard: bool, steps: int, start: int) -> list[float]:
     """Mean losses of each EVERY steps."""
-    model, data, seen = llama(), text(), []
+    model, data, seen = llama(start), text(), []
     if shard:
         fsdpc.torch.fully_shard(model)
     optimizer = make(model.parameters())
-    chance = torch.Generator().manual_seed(1)
+    chance = torch.Generator().manual_seed(start + 1)
     for _ in range(steps):
         at = torch.randint(len(data) - SEQ, (BATCH, 1), generator=chance)
         tokens = data[at + torch.arange(SEQ)]
@@ -94,8 +95,8 @@ def losses(make: Callable[[Any], Any], shard: bool, steps: int) -> list[float]:
     return [statistics.fmean(seen[i : i + EVERY]) for i in range(0, steps, EVERY)]
 
 
-def loss_table(steps: int) -> None:
-    """Losses at the end, over those of fp32 states."""
+def loss_table(steps: int, starts: int, only: list[str]) -> None:
+    """Losses at the end, over those of fp32 states; means and ranges over starts."""
     ours = fsdpc.torch.optim.AdamW
     runs: dict[str, tuple[Callable[[Any], Any], bool]] = {
         "fsdpc, fp32": (partial(ours, lr=LR), True),
@@ -104,16 +105,23 @@ def loss_table(steps: int) -> None:
         "torch AdamW": (partial(torch.optim.AdamW, lr=LR), False),
     }
     runs |= {name: (partial(make, lr=LR), False) for name, make in peers().items()}
-    rows, whole = [], 0.0
+    rows, whole = [], [0.0] * starts
     for name, (make, shard) in runs.items():
+        if only and name not in only:
+            continue
         try:
-            found = losses(make, shard, steps)
+            found = [losses(make, shard, steps, start) for start in range(starts)]
         except Exception as failed:
             print(f"{name} takes no part: {type(failed).__name__}: {failed}", file=sys.stderr)
             continue
-        whole = whole or found[-1]
-        rows.append([name, f"{found[0]:.4f}", f"{found[len(found) // 2]:.4f}", f"{found[-1]:.4f}",
-                     f"{100 * (found[-1] / whole - 1):+.2f} %"])  # fmt: skip
+        last = [each[-1] for each in found]
+        whole = whole if any(whole) else last
+        over = [100 * (end / fp32 - 1) for end, fp32 in zip(last, whole, strict=True)]
+        middle = statistics.fmean(each[len(each) // 2] for each in found)
+        spread = f" ({min(over):+.2f}..{max(over):+.2f})" if starts > 1 else ""
+        rows.append([name, f"{statistics.fmean(each[0] for each in found):.4f}", f"{middle:.4f}",
+                     f"{statistics.fmean(last):.4f}",
+                     f"{statistics.fmean(over):+.2f} %{spread}"])  # fmt: skip
         print(name, rows[-1], file=sys.stderr, flush=True)
     common.table([f"mean loss of {EVERY} steps", "first", "middle", f"up to step {steps}",
                   "over fp32 states"], rows)  # fmt: skip
@@ -171,13 +179,15 @@ def main() -> None:
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     p.add_argument("--parts", nargs="+", choices=["loss", "step"], default=["loss", "step"])
     p.add_argument("--steps", type=int, default=500)
+    p.add_argument("--starts", type=int, default=1, help="seeds of models and batches")
+    p.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows of the loss table")
     p.add_argument("--powers", nargs="+", type=int, default=[22, 24])
     p.add_argument("--rounds", type=int, default=9)
     o = p.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     common.header()
     if "loss" in o.parts:
-        loss_table(o.steps)
+        loss_table(o.steps, o.starts, o.only)
     if "step" in o.parts:
         step_table(o.powers, o.rounds)
 

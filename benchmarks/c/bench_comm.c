@@ -53,7 +53,7 @@ static void bench_reduce_scatter(rank_context *self, size_t bytes)
     fsdpc_buffer *buffer;
     EXPECT_OK(self, fsdpc_buffer_create(self->comm, bytes, &buffer));
     memset(buffer->data, 0, bytes);
-    fsdpc_slice slice = {.numel = bytes / 4 / (size_t)self->size, .owner = -1};
+    fsdpc_slice slice = {.numel = bytes / 4 / (size_t)self->size};
     float *shard = calloc(slice.numel, sizeof *shard);
     fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                      .what = "layers.3",
@@ -103,7 +103,7 @@ static void bench_gather(rank_context *self, size_t bytes)
     EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, bytes, &param_buffer));
     fsdpc_slice slices[30];
     for (int i = 0; i < 30; i++)
-        slices[i] = (fsdpc_slice){.numel = bytes / 4 / (size_t)self->size, .owner = -1};
+        slices[i] = (fsdpc_slice){.numel = bytes / 4 / (size_t)self->size};
     fsdpc_coll op = {.kind = FSDPC_COLL_GATHER,
                      .what = "layers.3",
                      .param_buffer = param_buffer,

@@ -147,11 +147,10 @@ fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *co
                              stream);
 }
 
-size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out)
+size_t fsdpc_coll_first(const fsdpc_coll *op, const fsdpc_slice *slice, int rank)
 {
-    bool all = op->kind == FSDPC_COLL_REDUCE_ALL, even = !all && slice->owner < 0;
-    *first_out = slice->unsharded_offset + (even ? (size_t)rank * slice->numel : 0);
-    return all || even || slice->owner == rank ? slice->numel : 0;
+    bool all = op->kind == FSDPC_COLL_REDUCE_ALL;
+    return slice->unsharded_offset + (all ? 0 : (size_t)rank * slice->numel);
 }
 
 /* Adds the result of another sum to this one. */
@@ -195,9 +194,10 @@ fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream)
 {
     const void *srcs[FSDPC_COLL_MAX_RANKS];
-    size_t element = fsdpc_dtype_bytes(op->dtype), first;
+    size_t element = fsdpc_dtype_bytes(op->dtype);
     for (size_t i = 0; i < op->n_slices; i++) {
-        if (fsdpc_coll_part(op, &op->slices[i], rank, &first) == 0)
+        size_t first = fsdpc_coll_first(op, &op->slices[i], rank);
+        if (op->slices[i].numel == 0)
             continue;
         for (int p = 0; p < size; p++)
             srcs[p] = datas[p] + op->offset + first * element;

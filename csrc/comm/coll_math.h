@@ -11,10 +11,9 @@
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 
-/* Returns the number of elements in a rank's part of a slice and, in *first_out, the part's offset
- * among the unsharded parameters. In a REDUCE_ALL, the part is the whole slice; if another rank
- * owns the slice, the part is empty. */
-size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out);
+/* Returns where a rank's slice begins among the unsharded parameters. In a REDUCE_ALL, every rank
+ * has the same slice. */
+size_t fsdpc_coll_first(const fsdpc_coll *op, const fsdpc_slice *slice, int rank);
 
 /* Reduces this rank's part of one slice into its shard; srcs[p] points to rank p's contribution.
  * n_srcs must be the number of ranks if the operation has several sums. */

@@ -36,10 +36,9 @@ size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size)
     size_t numel = op->kind == FSDPC_COLL_EXCHANGE ? op->most_sent : op->numel;
     if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
         numel = 0;
-        for (size_t i = 0; i < op->n_slices; i++) {
-            bool once = op->kind == FSDPC_COLL_REDUCE_ALL || op->slices[i].owner >= 0;
-            numel += op->slices[i].numel * (once ? 1 : (size_t)size);
-        }
+        for (size_t i = 0; i < op->n_slices; i++)
+            numel += op->slices[i].numel;
+        numel *= op->kind == FSDPC_COLL_REDUCE_ALL ? 1 : (size_t)size;
     }
     return numel * fsdpc_dtype_bytes(op->dtype);
 }
@@ -297,10 +296,7 @@ static fsdpc_status slices_check(const fsdpc_comm *comm, const fsdpc_coll *op)
     for (size_t i = 0; i < op->n_slices; i++) {
         const fsdpc_slice *slice = &op->slices[i];
         size_t numel = slice->numel, end;
-        bool once = op->kind == FSDPC_COLL_REDUCE_ALL || slice->owner >= 0;
-        if (op->kind != FSDPC_COLL_REDUCE_ALL && slice->owner >= comm->size)
-            return bad_op(op, "a slice's owner is no rank of this group");
-        if (!once)
+        if (op->kind != FSDPC_COLL_REDUCE_ALL)
             FSDPC_TRY(fsdpc_mul_size(numel, (size_t)comm->size, &numel));
         FSDPC_TRY(fsdpc_add_size(slice->unsharded_offset, numel, &end));
         if (end > room_numel)

@@ -73,13 +73,12 @@ typedef struct fsdpc_param_buffer fsdpc_param_buffer;
 typedef struct fsdpc_buffer fsdpc_buffer;
 typedef struct fsdpc_work fsdpc_work;
 
-/* One band of a flat group, or one whole parameter, in elements of the operation's dtype. */
+/* One band of a flat group, cut evenly, in elements of the operation's dtype: rank r's slice is at
+ * unsharded_offset + r * numel. */
 typedef struct fsdpc_slice {
     size_t unsharded_offset; /* its offset among the unsharded parameters */
-    size_t numel;            /* elements in ONE rank's slice, or in the whole parameter */
+    size_t numel;            /* elements in ONE rank's slice */
     size_t shard_offset;     /* offset of this rank's slice in its shard */
-    int owner; /* -1: cut evenly, rank r's slice is at unsharded_offset + r * numel; else this rank
-                * has it whole */
 } fsdpc_slice;
 
 #define FSDPC_COLL_TABLE(X)                                                                        \

@@ -210,9 +210,8 @@ size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, s
                                       int hosts, int local_size)
 {
     size_t numel = buffer_bytes / fsdpc_dtype_bytes(dtype);
-    size_t share = numel / ((size_t)hosts * (size_t)local_size);
     fsdpc_hosts_staging_bytes staging =
-        fsdpc_hosts_staging_bytes_for(kind, dtype, numel, share, hosts, local_size);
+        fsdpc_hosts_staging_bytes_for(kind, dtype, numel, hosts, local_size);
     return fsdpc_mem_counted(staging.here) + fsdpc_mem_counted(staging.there) +
            fsdpc_mem_counted(staging.all);
 }

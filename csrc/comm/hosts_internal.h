@@ -163,8 +163,7 @@ fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 /* ---- hosts_op.c ---- */
 
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
-                                                        size_t numel, size_t share, int n_hosts,
-                                                        int local_size);
+                                                        size_t numel, int n_hosts, int local_size);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances this rank's operations in flight in all groups except those set apart. A failure is

@@ -57,12 +57,12 @@ static fsdpc_dtype wide(fsdpc_dtype dtype)
 static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
                       fsdpc_transport_run *rows)
 {
-    size_t element = fsdpc_dtype_bytes(coll->dtype), first, bytes = 0;
+    size_t element = fsdpc_dtype_bytes(coll->dtype), bytes = 0;
     for (size_t i = 0; i < coll->n_slices; i++) {
-        size_t numel = fsdpc_coll_part(coll, &coll->slices[i],
-                                       host * self->local_size + self->local_rank, &first);
+        size_t first =
+            fsdpc_coll_first(coll, &coll->slices[i], host * self->local_size + self->local_rank);
         rows[i].data = coll->param_buffer->write + coll->offset + first * element;
-        rows[i].bytes = numel * element;
+        rows[i].bytes = coll->slices[i].numel * element;
         bytes += rows[i].bytes;
     }
     return bytes;
@@ -157,13 +157,12 @@ static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
 
 /* ---- Reductions ---- */
 
-/* Returns the number of elements in a host's sums for this local rank on host h. */
-static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int h)
+/* Returns the number of elements in a host's sums for one rank. */
+static size_t sums_numel(const fsdpc_coll *coll)
 {
-    size_t first, numel = 0;
-    int rank = h * self->local_size + self->local_rank;
+    size_t numel = 0;
     for (size_t i = 0; i < coll->n_slices; i++)
-        numel += fsdpc_coll_part(coll, &coll->slices[i], rank, &first);
+        numel += coll->slices[i].numel;
     return numel;
 }
 
@@ -181,13 +180,9 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
     for (int h = 0; h < (all ? 1 : self->n_hosts); h++) {
         for (size_t i = 0; i < coll->n_slices; i++) {
             fsdpc_slice slice = coll->slices[i];
-            bool even = !all && slice.owner < 0;
-            if (!all && !even && slice.owner / self->local_size != h)
-                continue;
-            slice.unsharded_offset += even ? (size_t)(h * self->local_size) * slice.numel : 0;
-            slice.owner = all || even ? -1 : slice.owner % self->local_size;
+            slice.unsharded_offset += (size_t)(h * self->local_size) * slice.numel;
             slice.shard_offset = at;
-            at += all || even || slice.owner == self->local_rank ? slice.numel : 0;
+            at += slice.numel;
             slices[n++] = slice;
         }
     }
@@ -195,13 +190,12 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
     return FSDPC_OK;
 }
 
-/* Returns the memory that a rank needs to reduce `numel` elements if no rank receives more than
- * `share` of them. */
+/* Returns the memory that a rank needs to reduce `numel` elements. */
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
-                                                        size_t numel, size_t share, int n_hosts,
-                                                        int local_size)
+                                                        size_t numel, int n_hosts, int local_size)
 {
     size_t element = fsdpc_dtype_bytes(wide(dtype)), hosts = (size_t)n_hosts;
+    size_t share = numel / (hosts * (size_t)local_size);
     if (kind == FSDPC_COLL_REDUCE_SCATTER)
         return (fsdpc_hosts_staging_bytes){.here = share * hosts * element,
                                            .there = share * (hosts - 1) * element};
@@ -212,30 +206,16 @@ fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fs
 }
 
 /* Allocates enough memory for any reduction of the buffer in this dtype, so that the size depends
- * only on the buffer. More memory is needed if whole parameters give a rank more than an equal
- * share. */
+ * only on the buffer. */
 static fsdpc_status take_staging(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     size_t numel = coll->buffer->bytes / fsdpc_dtype_bytes(coll->dtype);
-    size_t share = numel / (size_t)self->base.size;
-    for (int h = 0; h < self->n_hosts; h++)
-        share = fsdpc_max_size(share, sums_for(self, coll, h));
-    fsdpc_hosts_staging_bytes need = fsdpc_hosts_staging_bytes_for(
-        coll->kind, coll->dtype, numel, share, self->n_hosts, self->local_size);
+    fsdpc_hosts_staging_bytes need = fsdpc_hosts_staging_bytes_for(coll->kind, coll->dtype, numel,
+                                                                   self->n_hosts, self->local_size);
     FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->here, need.here));
     FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->there, need.there));
     return fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->all, need.all);
-}
-
-static size_t sums_of_host(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
-{
-    size_t numel = 0;
-    if (coll->kind == FSDPC_COLL_REDUCE_ALL)
-        return sums_for(self, coll, 0);
-    for (int h = 0; h < self->n_hosts; h++)
-        numel += sums_for(self, coll, h);
-    return numel;
 }
 
 static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
@@ -259,16 +239,14 @@ static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
-    size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), from = 0, to = 0;
-    size_t mine = sums_for(self, coll, self->this_host) * element;
+    size_t bytes = sums_numel(coll) * fsdpc_dtype_bytes(wide(coll->dtype));
+    unsigned char *to = op->there.data;
     for (int h = 0; h < self->n_hosts; h++) {
-        size_t theirs = sums_for(self, coll, h) * element;
-        if (h != self->this_host) {
-            FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, op->there.data + to, mine));
-            FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + from, theirs));
-            to += mine;
-        }
-        from += theirs;
+        if (h == self->this_host)
+            continue;
+        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, to, bytes));
+        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + (size_t)h * bytes, bytes));
+        to += bytes;
     }
     return FSDPC_OK;
 }
@@ -282,7 +260,7 @@ typedef struct lane_part {
 
 static lane_part part_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
 {
-    size_t numel = sums_of_host(self, coll), most = fsdpc_ceil_div(numel, (size_t)self->local_size);
+    size_t numel = sums_numel(coll), most = fsdpc_ceil_div(numel, (size_t)self->local_size);
     size_t first = fsdpc_min_size(numel, (size_t)self->local_rank * most);
     return (lane_part){.first = first,
                        .numel = fsdpc_min_size(most, numel - first),
@@ -314,13 +292,12 @@ static fsdpc_status add_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
     size_t element = fsdpc_dtype_bytes(wide(last.dtype)), at = 0;
     last.dtype = wide(last.dtype);
     for (size_t i = 0; i < last.n_slices; i++) {
-        size_t first, numel = fsdpc_coll_part(&last, &last.slices[i], self->base.rank, &first);
-        if (numel == 0)
+        if (last.slices[i].numel == 0)
             continue;
         for (int s = 0; s < n_sums; s++)
             srcs[s] = sums[s] + at * element;
         FSDPC_TRY(fsdpc_coll_reduce_part(&last, &last.slices[i], srcs, n_sums, stream));
-        at += numel;
+        at += last.slices[i].numel;
     }
     return FSDPC_OK;
 }
@@ -329,13 +306,10 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     const unsigned char *sums[FSDPC_COLL_MAX_RANKS];
-    size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), own = 0;
-    size_t mine = sums_for(self, coll, self->this_host) * element;
-    for (int h = 0; h < self->this_host; h++)
-        own += sums_for(self, coll, h) * element;
+    size_t bytes = sums_numel(coll) * fsdpc_dtype_bytes(wide(coll->dtype));
     for (int h = 0, came = 0; h < self->n_hosts; h++)
-        sums[h] =
-            h == self->this_host ? op->here.data + own : op->there.data + (size_t)came++ * mine;
+        sums[h] = h == self->this_host ? op->here.data + (size_t)h * bytes
+                                       : op->there.data + (size_t)came++ * bytes;
     return add_sums(self, op, sums, self->n_hosts);
 }
 

@@ -51,7 +51,7 @@ static uint64_t detail_of(const fsdpc_coll *op, uint64_t object)
     hash = mix(hash, op->offset);
     for (size_t i = 0; i < op->n_slices; i++) {
         hash = mix(hash, op->slices[i].unsharded_offset);
-        hash = mix(hash, (uint64_t)op->slices[i].numel << 10 ^ (uint64_t)(op->slices[i].owner + 1));
+        hash = mix(hash, op->slices[i].numel);
     }
     return hash;
 }

@@ -124,4 +124,5 @@ const fsdpc_flat_ops fsdpc_flat_ops_cuda = {
     .init = flat_init,
     .encode = fsdpc_cuda_encode,
     .decode = fsdpc_cuda_decode,
+    .factored = fsdpc_cuda_factored,
 };

@@ -29,7 +29,7 @@ fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void
                               fsdpc_stream *stream);
 
 /* kernels/tree.cu, sumpow.cu, magnitude.cu, step.cu, step_coded.cu, step_f64.cu, init.cu,
- * block_code.cu */
+ * block_code.cu, factored.cu */
 fsdpc_status fsdpc_cuda_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                               fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
@@ -49,6 +49,7 @@ fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *args,
 fsdpc_status fsdpc_cuda_step_coded(const fsdpc_step_args *args, fsdpc_stream *stream); /* codes */
 fsdpc_status fsdpc_cuda_encode(const fsdpc_code_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_decode(const fsdpc_code_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_factored(const fsdpc_factored_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 
 /* kernels/extremum.cu: max (if `most`) or min of `ranks` contributions in `gathered` (ranks,
@@ -67,7 +68,8 @@ fsdpc_status fsdpc_cuda_sum(const fsdpc_sum_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_cumsum(const fsdpc_cumsum_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_copy(const fsdpc_copy_args *args, fsdpc_stream *stream);
 
-/* kernels/softmax.cu, norm.cu, moments.cu, cross_entropy.cu, rotary.cu, embedding.cu */
+/* kernels/softmax.cu, norm.cu, moments.cu, cross_entropy.cu, rotary.cu, embedding.cu,
+ * weight_code.cu */
 fsdpc_status fsdpc_cuda_softmax(const fsdpc_softmax_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_softmax_backward(const fsdpc_softmax_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_norm(const fsdpc_norm_args *args, fsdpc_stream *stream);
@@ -81,6 +83,7 @@ fsdpc_status fsdpc_cuda_loss_gradient(const fsdpc_loss_gradient_args *args, fsdp
 fsdpc_status fsdpc_cuda_rotary(const fsdpc_rotary_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_embedding(const fsdpc_embedding_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_embedding_backward(const fsdpc_embedding_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_dequantize(const fsdpc_dequantize_args *args, fsdpc_stream *stream);
 
 /* kernels/attention.cu, gemm.cu */
 fsdpc_status fsdpc_cuda_attention(const fsdpc_attention_args *args, fsdpc_stream *stream);

@@ -118,9 +118,6 @@ static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(int version)
     X(fsdpc_nccl_result, ncclAllReduce,                                                            \
       (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, fsdpc_nccl_red red,       \
        fsdpc_nccl_comm comm, cudaStream_t stream))                                                 \
-    X(fsdpc_nccl_result, ncclReduce,                                                               \
-      (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, fsdpc_nccl_red red,       \
-       int root, fsdpc_nccl_comm comm, cudaStream_t stream))                                       \
     X(fsdpc_nccl_result, ncclSend,                                                                 \
       (const void *send, size_t numel, fsdpc_nccl_type type, int peer, fsdpc_nccl_comm comm,       \
        cudaStream_t stream))                                                                       \

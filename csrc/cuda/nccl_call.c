@@ -1,8 +1,7 @@
 /* Issues an operation as one group of NCCL calls: one call for each slice, or a single call for
  * values.
  *
- * Gathers write the unsharded parameters; reductions are in place. A slice that one rank owns
- * entirely is broadcast from that rank, or reduced to it.
+ * Gathers write the unsharded parameters; reductions are in place.
  */
 #include "base/size.h"
 #include "comm/coll_math.h"
@@ -24,7 +23,7 @@ static fsdpc_nccl_red red_of(const fsdpc_coll *op)
     return op->op == FSDPC_RED_MAX || any ? FSDPC_NCCL_MAX : FSDPC_NCCL_SUM;
 }
 
-/* Issues the call for one band or whole parameter of a gather, or of an in-place reduction. */
+/* Issues the call for one band of a gather, or of an in-place reduction. */
 static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice *slice)
 {
     const fsdpc_coll *op = c->op;
@@ -35,18 +34,11 @@ static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice 
     unsigned char *unsharded = memory + slice->unsharded_offset * element;
     unsigned char *own = unsharded + (size_t)c->rank * numel * element;
     const unsigned char *sent = op->send;
-    if (gathers && c->in_place)
-        sent = slice->owner < 0 ? own : unsharded;
-    else if (gathers)
-        sent += slice->shard_offset * element;
+    if (gathers)
+        sent = c->in_place ? own : sent + slice->shard_offset * element;
     if (op->kind == FSDPC_COLL_REDUCE_ALL)
         return c->nccl->ncclAllReduce(unsharded, unsharded, numel, type, FSDPC_NCCL_SUM, c->raw,
                                       c->stream);
-    if (slice->owner >= 0)
-        return gathers ? c->nccl->ncclBroadcast(sent, unsharded, numel, type, slice->owner, c->raw,
-                                                c->stream)
-                       : c->nccl->ncclReduce(unsharded, unsharded, numel, type, FSDPC_NCCL_SUM,
-                                             slice->owner, c->raw, c->stream);
     return gathers ? c->nccl->ncclAllGather(sent, unsharded, numel, type, c->raw, c->stream)
                    : c->nccl->ncclReduceScatter(unsharded, own, numel, type, FSDPC_NCCL_SUM, c->raw,
                                                 c->stream);
@@ -74,17 +66,16 @@ static fsdpc_nccl_result exchange_slice(const fsdpc_nccl_call *c, const fsdpc_sl
     fsdpc_nccl_type type = types[op->dtype];
     const unsigned char *unsharded = op->buffer->data + op->offset;
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
-    size_t element = fsdpc_dtype_bytes(op->dtype);
-    size_t first, received = fsdpc_coll_part(op, slice, c->rank, &first);
+    size_t element = fsdpc_dtype_bytes(op->dtype), numel = slice->numel;
     for (int p = 0; p < c->size && fsdpc_nccl_is_accepted(result); p++) {
-        size_t sent = p == c->rank ? 0 : fsdpc_coll_part(op, slice, p, &first);
-        if (sent > 0)
-            result =
-                c->nccl->ncclSend(unsharded + first * element, sent, type, p, c->raw, c->stream);
-        if (p != c->rank && received > 0 && fsdpc_nccl_is_accepted(result))
+        if (p == c->rank)
+            continue;
+        result = c->nccl->ncclSend(unsharded + fsdpc_coll_first(op, slice, p) * element, numel,
+                                   type, p, c->raw, c->stream);
+        if (fsdpc_nccl_is_accepted(result))
             result = c->nccl->ncclRecv(fsdpc_nccl_staging_at(c->contributions, stride, c->rank, p) +
                                            slice->shard_offset * element,
-                                       received, type, p, c->raw, c->stream);
+                                       numel, type, p, c->raw, c->stream);
     }
     return result;
 }
@@ -133,13 +124,13 @@ fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c)
     size_t element = fsdpc_dtype_bytes(op->dtype);
     for (size_t i = 0; i < op->n_slices; i++) {
         const fsdpc_slice *slice = &op->slices[i];
-        size_t place, numel = fsdpc_coll_part(op, slice, c->rank, &place);
-        if (numel == 0)
+        if (slice->numel == 0)
             continue;
         FSDPC_CUDA_TRY(
-            cudaMemcpyAsync((unsigned char *)op->recv + place * element,
+            cudaMemcpyAsync((unsigned char *)op->recv +
+                                fsdpc_coll_first(op, slice, c->rank) * element,
                             (const unsigned char *)op->send + slice->shard_offset * element,
-                            numel * element, cudaMemcpyDefault, c->stream),
+                            slice->numel * element, cudaMemcpyDefault, c->stream),
             "copy memory");
     }
     return FSDPC_OK;

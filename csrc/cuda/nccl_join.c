@@ -121,11 +121,11 @@ static fsdpc_status sums_join(fsdpc_comm_nccl *self, const fsdpc_nccl_op *op, fs
     const void *srcs[FSDPC_COLL_MAX_RANKS];
     const unsigned char *own = coll->buffer->data + coll->offset;
     int rank = self->base.rank, size = self->base.size;
-    size_t first, element = fsdpc_dtype_bytes(coll->dtype),
-                  stride = fsdpc_nccl_staging_stride(coll);
+    size_t element = fsdpc_dtype_bytes(coll->dtype), stride = fsdpc_nccl_staging_stride(coll);
     for (size_t i = 0; i < coll->n_slices; i++) {
         const fsdpc_slice *slice = &coll->slices[i];
-        if (fsdpc_coll_part(coll, slice, rank, &first) == 0)
+        size_t first = fsdpc_coll_first(coll, slice, rank);
+        if (slice->numel == 0)
             continue;
         for (int p = 0; p < size; p++)
             srcs[p] = p == rank ? own + first * element

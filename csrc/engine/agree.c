@@ -52,12 +52,10 @@ static fsdpc_status highest(fsdpc_comm *comm, uint8_t *bytes, size_t n, const ch
 
 /* ---- Replicas ---- */
 
-/* Returns the size of this rank's slice of a band, in bytes. */
-static size_t master_bytes(const fsdpc_root *root, const fsdpc_group *group, size_t band)
+/* Returns the size of a rank's slice of a band, in bytes. */
+static size_t master_bytes(const fsdpc_group *group, size_t band)
 {
-    const fsdpc_slice *slice = &group->bands[band];
-    bool own = fsdpc_slice_is_of(slice, root->comm->rank);
-    return own ? slice->numel * fsdpc_dtype_bytes(group->dtype) : 0;
+    return group->bands[band].numel * fsdpc_dtype_bytes(group->dtype);
 }
 
 static uint64_t all_master_bytes(const fsdpc_root *root)
@@ -67,7 +65,7 @@ static uint64_t all_master_bytes(const fsdpc_root *root)
         const fsdpc_layout *layout = root->units[u]->layout;
         for (int g = 0; g < layout->n_groups; g++)
             for (size_t b = 0; b < layout->groups[g].n_bands; b++)
-                bytes += master_bytes(root, &layout->groups[g], b);
+                bytes += master_bytes(&layout->groups[g], b);
     }
     return bytes;
 }
@@ -82,7 +80,7 @@ static void walk_group(const fsdpc_unit *unit, const fsdpc_unit_group *group, wa
 {
     for (size_t b = 0; w->bytes > 0 && b < group->plan->n_bands; b++) {
         const fsdpc_slice *band = &group->plan->bands[b];
-        uint64_t size = master_bytes(unit->root, group->plan, b);
+        uint64_t size = master_bytes(group->plan, b);
         uint64_t from = w->skip < size ? w->skip : size;
         uint64_t part = size - from < w->bytes ? size - from : w->bytes;
         const unsigned char *at = fsdpc_unit_masters(unit, group, band, band->shard_offset);
@@ -170,18 +168,38 @@ static fsdpc_status agree(fsdpc_root *root, bool summed, uint8_t *bytes, size_t 
     return fsdpc_comm_agree(root->comm, name_difference(root), "weights of replicas");
 }
 
+/* Units that are stepped inside backward have been stepped by what each rank has used. */
+static fsdpc_status check_stepped(const fsdpc_root *root, const uint8_t *used_on_any,
+                                  const uint8_t *unused_on_any)
+{
+    size_t at = 0;
+    for (int i = 0; i < root->n_units; i++) {
+        const fsdpc_layout *layout = root->units[i]->layout;
+        for (int p = 0; p < layout->n_params; p++, at++)
+            if (root->units[i]->backward_steps && used_on_any[at] && unused_on_any[at])
+                return fsdpc_fail(FSDPC_ERR_MISMATCH,
+                                  "parameter '%s' of unit '%s' was used on some ranks only, and "
+                                  "these have stepped it inside backward: use it on every rank, or "
+                                  "leave step_in_backward() out",
+                                  layout->params[p].name, root->units[i]->name);
+    }
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
 {
     size_t n = 0, at = 0;
-    bool synced = false, summed = false;
+    bool synced = false, summed = false, stepped = false;
     for (int i = 0; i < root->n_units; i++) {
         n += (size_t)root->units[i]->layout->n_params;
         synced |= root->units[i]->settings.requires_sync;
         summed |= root->units[i]->settings.requires_all_reduce;
+        stepped |= root->units[i]->backward_steps != NULL;
     }
     if (!synced || n == 0 || root->ranks == 1)
         return FSDPC_OK;
-    uint8_t *bytes = calloc(fsdpc_agree_bytes(n, true), 1);
+    size_t n_marks = stepped ? 2 * n : n; /* used, and not used */
+    uint8_t *bytes = calloc(fsdpc_agree_bytes(n_marks, true), 1);
     if (!bytes)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for marks of %zu gradients", n);
     for (int i = 0; i < root->n_units; i++) {
@@ -189,7 +207,11 @@ fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
         memcpy(bytes + at, unit->grads, (size_t)unit->layout->n_params);
         at += (size_t)unit->layout->n_params;
     }
-    fsdpc_status status = agree(root, summed, bytes, n);
+    for (size_t i = n; i < n_marks; i++)
+        bytes[i] = bytes[i - n] == FSDPC_GRAD_NONE;
+    fsdpc_status status = agree(root, summed, bytes, n_marks);
+    if (status == FSDPC_OK && stepped)
+        status = check_stepped(root, bytes, bytes + n);
     at = 0;
     for (int i = 0; status == FSDPC_OK && i < root->n_units; i++) {
         const fsdpc_unit *unit = root->units[i];

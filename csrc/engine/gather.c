@@ -88,14 +88,11 @@ fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
 {
-    const fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
-            if (!fsdpc_slice_is_of(band, root->comm->rank))
-                continue;
             FSDPC_TRY(fsdpc_flat_equal(
                 fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
                 group->param_dtype, fsdpc_unit_masters(unit, group, band, band->shard_offset),

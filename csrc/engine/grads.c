@@ -82,7 +82,7 @@ bool fsdpc_unit_grads_rest(const fsdpc_unit *unit)
 static bool can_part(const fsdpc_unit *unit)
 {
     return fsdpc_unit_grads_rest(unit) && !unit->grads_in_frontend && !unit->offload.gradients &&
-           !(unit->root && unit->root->captures > 0);
+           !unit->backward_steps && !(unit->root && unit->root->captures > 0);
 }
 
 fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *parted_out)
@@ -104,8 +104,19 @@ fsdpc_status fsdpc_unit_part_grads(fsdpc_unit *unit, void **groups_out, bool *pa
     return status;
 }
 
+fsdpc_status fsdpc_unit_refuse_stepped(const fsdpc_unit *unit)
+{
+    return unit->backward_steps
+               ? fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                            "unit '%s' is stepped inside backward, and has no gradients "
+                            "to clip, unscale or assign: leave step_in_backward() out",
+                            unit->name)
+               : FSDPC_OK;
+}
+
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
 {
+    FSDPC_TRY(fsdpc_unit_refuse_stepped(unit));
     FSDPC_TRY(fsdpc_unit_advance(unit));
     FSDPC_TRY(fsdpc_fill_leave_shard(unit));
     if (!unit->grad_live)

@@ -14,6 +14,9 @@ bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param);
 /* Returns whether the shards have contents. */
 bool fsdpc_unit_has_grads(const fsdpc_unit *unit);
 
+/* Fails for a unit that is stepped inside backward, whose gradients cannot be clipped. */
+fsdpc_status fsdpc_unit_refuse_stepped(const fsdpc_unit *unit);
+
 /* Gets this rank's shard of a parameter's gradient with any pending scale applied, or NULL if there
  * is none. `write`: the caller may write to it. */
 fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_local_shard *local_out,

@@ -83,10 +83,10 @@ size_t fsdpc_layout_code_row(int ndim, const size_t *shape)
 
 static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
 {
-    if (!fsdpc_dtype_is_float(spec->dtype))
+    if (!fsdpc_dtype_is_float(spec->dtype) && !(spec->frozen && spec->dtype == FSDPC_U8))
         return fsdpc_fail(FSDPC_ERR_DTYPE,
-                          "parameter '%s' is %s; only floating point parameters can be sharded: "
-                          "register it as a buffer instead",
+                          "parameter '%s' is %s; only floating point parameters and frozen bytes "
+                          "(uint8) can be sharded: register it as a buffer instead",
                           spec->name, fsdpc_dtype_name(spec->dtype));
     if (spec->ndim < 0 || spec->ndim > FSDPC_LAYOUT_MAX_DIMS)
         return fsdpc_fail(FSDPC_ERR_SHAPE,
@@ -100,7 +100,7 @@ static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
         FSDPC_TRY(fsdpc_mul_size(place->numel, spec->shape[d], &place->numel));
     }
     place->row_numel = row_of(place->ndim, place->shape);
-    place->band = spec->whole ? -2 : -1; /* -2: its own band, -1: not placed yet */
+    place->band = -1; /* not placed yet */
     place->name = strdup(spec->name);
     if (!place->name)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout");
@@ -109,7 +109,7 @@ static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
 
 static bool same_band(const fsdpc_place *a, const fsdpc_place *b)
 {
-    return a->group == b->group && a->band != -2 && b->band != -2 && a->row_numel == b->row_numel;
+    return a->group == b->group && a->row_numel == b->row_numel;
 }
 
 /* Returns the number of rows in the band of `first`, with aligned starts; *real_out is its element
@@ -137,7 +137,7 @@ static void refine_rows(fsdpc_layout *layout)
         again = false;
         for (int i = 0; i < layout->n_params; i++) {
             fsdpc_place *first = &layout->params[i];
-            if (first->band == -2 || first->ndim < 3 || first->row_numel <= FINE_ROW)
+            if (first->ndim < 3 || first->row_numel <= FINE_ROW)
                 continue;
             size_t real, rows = band_rows(layout, first, &real);
             size_t slice = fsdpc_ceil_div(rows, (size_t)layout->ranks) * first->row_numel;
@@ -157,53 +157,39 @@ static void refine_rows(fsdpc_layout *layout)
 
 /* Places every parameter before `end` that belongs to the band opened by `first`, and closes the
  * band. */
-static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int end, int *owner_io)
+static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int end)
 {
-    fsdpc_place *opener = &layout->params[first];
-    fsdpc_place key = *opener;
+    fsdpc_place key = layout->params[first];
     fsdpc_slice *band = &group->bands[group->n_bands];
     size_t ranks = (size_t)layout->ranks, row = key.row_numel, rows = 0;
     size_t align = row % FSDPC_LAYOUT_BLOCK == 0 ? FSDPC_LAYOUT_BLOCK : FSDPC_LAYOUT_ALIGN;
     group->aligns[group->n_bands] = align;
     band->unsharded_offset = fsdpc_round_up(group->unsharded_numel, align);
     band->shard_offset = fsdpc_round_up(group->shard_numel, align);
-    if (key.band == -2) {
-        band->owner = *owner_io;
-        *owner_io = (*owner_io + 1) % layout->ranks;
-        band->numel = key.numel;
-        opener->unsharded_offset = band->unsharded_offset;
-        opener->band = (int)group->n_bands;
-        group->unsharded_numel = band->unsharded_offset + band->numel;
-    } else {
-        band->owner = -1;
-        for (int i = first; i < end; i++) {
-            fsdpc_place *place = &layout->params[i];
-            if (place->band != -1 || !same_band(&key, place))
-                continue;
-            rows = fsdpc_round_up(rows, start_rows(row));
-            place->unsharded_offset = band->unsharded_offset + rows * row;
-            rows += fsdpc_ceil_div(place->numel, row);
-        }
-        for (int i = first; i < end; i++) {
-            fsdpc_place *place = &layout->params[i];
-            if (place->band == -1 && same_band(&key, place))
-                place->band = (int)group->n_bands;
-        }
-        band->numel = fsdpc_ceil_div(rows, ranks) * row;
-        group->unsharded_numel = band->unsharded_offset + ranks * band->numel;
+    for (int i = first; i < end; i++) {
+        fsdpc_place *place = &layout->params[i];
+        if (place->band != -1 || !same_band(&key, place))
+            continue;
+        rows = fsdpc_round_up(rows, start_rows(row));
+        place->unsharded_offset = band->unsharded_offset + rows * row;
+        place->band = (int)group->n_bands;
+        rows += fsdpc_ceil_div(place->numel, row);
     }
+    band->numel = fsdpc_ceil_div(rows, ranks) * row;
+    group->unsharded_numel = band->unsharded_offset + ranks * band->numel;
     group->shard_numel = band->shard_offset + band->numel;
     group->n_bands++;
 }
 
-/* Adds the groups for either the frozen or the trainable parameters. */
-static fsdpc_status add_groups(fsdpc_layout *layout, const fsdpc_param_spec *specs, bool frozen)
+/* Adds the groups for trainable parameters, frozen ones, or frozen bytes. */
+static fsdpc_status add_groups(fsdpc_layout *layout, const fsdpc_param_spec *specs, bool frozen,
+                               bool bytes)
 {
     int first = layout->n_groups;
     for (int i = 0; i < layout->n_params; i++) {
         fsdpc_place *place = &layout->params[i];
         int g = first;
-        if (specs[i].frozen != frozen)
+        if (specs[i].frozen != frozen || (specs[i].dtype == FSDPC_U8) != bytes)
             continue;
         while (g < layout->n_groups && layout->groups[g].dtype != place->dtype)
             g++;
@@ -223,13 +209,14 @@ static fsdpc_status add_groups(fsdpc_layout *layout, const fsdpc_param_spec *spe
 
 static fsdpc_status make_groups(fsdpc_layout *layout, const fsdpc_param_spec *specs)
 {
-    FSDPC_TRY(add_groups(layout, specs, false));
+    FSDPC_TRY(add_groups(layout, specs, false, false));
     layout->n_trained = layout->n_groups;
-    return add_groups(layout, specs, true);
+    FSDPC_TRY(add_groups(layout, specs, true, false));
+    return add_groups(layout, specs, true, true);
 }
 
 fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
-                                 const fsdpc_layout_options *options, fsdpc_layout **out)
+                                 bool band_per_param, fsdpc_layout **out)
 {
     if (ranks < 1)
         return fsdpc_fail(FSDPC_ERR_VALUE, "a layout needs at least one rank, got %d", ranks);
@@ -251,14 +238,13 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
         layout->real_numel += layout->params[i].numel;
     }
     FSDPC_TRY_GOTO(status, make_groups(layout, specs), destroy);
-    if (!options->band_per_param)
+    if (!band_per_param)
         refine_rows(layout);
-    int owner = options->first_owner % ranks;
     for (int i = 0; i < n_specs; i++) {
         fsdpc_place *place = &layout->params[i];
-        int end = options->band_per_param ? i + 1 : n_specs;
+        int end = band_per_param ? i + 1 : n_specs;
         if (place->band < 0)
-            place_band(layout, &layout->groups[place->group], i, end, &owner);
+            place_band(layout, &layout->groups[place->group], i, end);
         place->leaf_numel = fsdpc_layout_leaf(place->ndim, place->shape);
     }
     *out = layout;
@@ -289,10 +275,6 @@ fsdpc_local_shard fsdpc_layout_local_shard(const fsdpc_layout *layout, int param
     const fsdpc_place *place = &layout->params[param];
     const fsdpc_slice *band = &layout->groups[place->group].bands[place->band];
     fsdpc_local_shard local = {0, 0, band->shard_offset};
-    if (band->owner >= 0) {
-        local.numel = band->owner == rank ? place->numel : 0;
-        return local;
-    }
     size_t slice_begin = band->unsharded_offset + (size_t)rank * band->numel;
     size_t slice_end = slice_begin + band->numel;
     size_t begin = fsdpc_max_size(place->unsharded_offset, slice_begin);

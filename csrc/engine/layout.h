@@ -4,14 +4,14 @@
  * same on every rank, and immutable. Offsets and lengths are in elements, so the same numbers apply
  * to masters, parameter buffers and reduce buffers, regardless of dtype.
  *
- * A flat group contains either the trainable or the frozen parameters of one original dtype;
+ * A flat group contains either the trainable or the frozen parameters of one original dtype. Frozen
+ * bytes (uint8, for example codes of quantised weights) are gathered as they are, and come last;
  * trainable groups come first. A group's parameters of equal row length form a band. They are
  * placed end to end in declaration order, each beginning at a multiple of lcm(row, 64) elements.
- * The band's rows are cut into `ranks` equal slices of whole rows. A parameter that must stay
- * whole has its own band, which one rank owns. A group's unsharded parameters are the concatenation
- * of its bands; a shard is this rank's slices of them, in the same order. In both, each band begins
- * at a multiple of 64 elements, or of 256 if its rows are multiples of 256, so that chunks of a
- * shard do not split block codes.
+ * The band's rows are cut into `ranks` equal slices of whole rows. A group's unsharded parameters
+ * are the concatenation of its bands; a shard is this rank's slices of them, in the same order. In
+ * both, each band begins at a multiple of 64 elements, or of 256 if its rows are multiples of 256,
+ * so that chunks of a shard do not split block codes.
  *
  * A row consists of the elements at one index of dim 0; for a 0-D or 1-D parameter, it is a single
  * element.
@@ -31,9 +31,9 @@ typedef struct fsdpc_param_spec {
     fsdpc_dtype dtype;
     int ndim;
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
-    bool whole;  /* never cut: one rank owns it */
     bool frozen; /* needs no gradient */
-    bool matrix; /* for plans: a matrix rule steps it, which has one state */
+    /* for plans: a matrix rule steps it, which has one state, or Adafactor does */
+    bool matrix, factored;
 } fsdpc_param_spec;
 
 typedef struct fsdpc_place {
@@ -75,18 +75,12 @@ typedef struct fsdpc_layout {
     size_t real_numel; /* without padding, all groups */
 } fsdpc_layout;
 
-typedef struct fsdpc_layout_options {
-    int first_owner; /* owns the first whole parameter; later ones are assigned round robin */
-    /* If set, every parameter has its own band, and its rows are never split further. With R rows
-     * and C = ceil(R / ranks), rank r owns rows [r C, (r + 1) C), as with torch.chunk. A unit pads
-     * more. */
-    bool band_per_param;
-} fsdpc_layout_options;
-
 /* Dtypes must be floating point; any shape is allowed, even 0-D, empty, or with fewer rows than
- * ranks. */
+ * ranks. If `band_per_param` is set, every parameter has its own band, and its rows are never split
+ * further. With R rows and C = ceil(R / ranks), rank r owns rows [r C, (r + 1) C), as with
+ * torch.chunk. A unit pads more. */
 fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
-                                 const fsdpc_layout_options *options, fsdpc_layout **out);
+                                 bool band_per_param, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
 
 /* Returns how many elements of a tensor of this shape, sharded or not, a norm sums at a time; see
@@ -101,19 +95,12 @@ size_t fsdpc_layout_code_row(int ndim, const size_t *shape);
 
 fsdpc_local_shard fsdpc_layout_local_shard(const fsdpc_layout *layout, int param, int rank);
 
-/* Returns whether a rank has a slice of a band. */
-static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
-{
-    return band->owner < 0 || band->owner == rank;
-}
-
 /* Returns the position, among the unsharded parameters, of the element at `shard_offset` in a
  * rank's shard, which is in `band`. */
 static inline size_t fsdpc_slice_unsharded(const fsdpc_slice *band, int rank, size_t shard_offset)
 {
-    size_t begin = band->owner < 0 ? band->unsharded_offset + (size_t)rank * band->numel
-                                   : band->unsharded_offset;
-    return begin + (shard_offset - band->shard_offset);
+    return band->unsharded_offset + (size_t)rank * band->numel +
+           (shard_offset - band->shard_offset);
 }
 
 #endif

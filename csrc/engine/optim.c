@@ -12,6 +12,8 @@
 #include <stdlib.h>
 
 #include "engine/collect.h"
+#include "engine/factors.h"
+#include "engine/optim_factored.h"
 #include "engine/optim_graph.h"
 #include "engine/optim_host.h"
 #include "engine/optim_matrix.h"
@@ -31,32 +33,24 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
     return FSDPC_OK;
 }
 
-static void fini_states(unit_states *states)
-{
-    int n_groups = states->unit->layout->n_groups;
-    bool made = states->states && states->extents && states->sides;
-    for (int i = 0; made && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++) {
-        fsdpc_unit_destroy_array(states->unit, states->extents[i], states->states[i]);
-        fsdpc_device_free(states->unit->device, states->sides[i]);
-    }
-    free(states->states);
-    free(states->extents);
-    free(states->sides);
-    free(states->side_numel);
-    free(states->params);
-}
-
 void fsdpc_optim_destroy(fsdpc_optim *optim)
 {
     if (!optim)
         return;
+    if (optim->backward_steps)
+        (void)optim->backward_steps->leave(
+            optim->backward_steps);    /* a unit without memory refuses gradients */
     (void)fsdpc_optim_end_step(optim); /* if it fails, the roots' communicators report that */
     fsdpc_optim_close_step(optim);
-    for (int i = 0; i < optim->n_units; i++)
-        fini_states(&optim->units[i]);
+    for (int i = 0; i < optim->n_units; i++) {
+        fsdpc_unit *unit = optim->units[i].unit;
+        unit->swapped = unit->swapped == optim ? NULL : unit->swapped;
+        fsdpc_optim_fini_states(&optim->units[i]);
+    }
     fsdpc_device_free(optim->device, optim->scalars);
     fsdpc_optim_host_destroy(optim);
     fsdpc_optim_matrix_destroy(optim);
+    fsdpc_optim_factored_destroy(optim);
     free(optim->units);
     free(optim->order);
     free(optim->hypers);
@@ -112,178 +106,6 @@ uint32_t fsdpc_optim_take_number(fsdpc_optim *optim)
     return optim->n_numbers++;
 }
 
-static fsdpc_status init_states(const fsdpc_optim *optim, unit_states *states, fsdpc_unit *unit)
-{
-    size_t n_params = (size_t)unit->layout->n_params, n_groups = (size_t)unit->layout->n_groups;
-    states->unit = unit;
-    states->params = calloc(n_params, sizeof *states->params);
-    states->states = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->states);
-    states->extents = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->extents);
-    states->sides = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->sides);
-    states->side_numel = calloc(n_groups, sizeof *states->side_numel);
-    fsdpc_state_place *places = calloc(n_params, sizeof *places);
-    bool made = states->params && states->states && states->extents && states->sides &&
-                states->side_numel && places;
-    for (size_t g = 0; made && g < n_groups; g++)
-        states->side_numel[g] =
-            fsdpc_state_side(&optim->format, unit->layout, (int)g, fsdpc_unit_rank(unit), places);
-    for (size_t i = 0; made && i < n_params; i++)
-        states->params[i] = (param_states){.group = -1, .place = places[i]};
-    free(places);
-    if (!made)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the optimizer of unit '%s'", unit->name);
-    return FSDPC_OK;
-}
-
-/* Chunks of a pass, or of gradients that come from a device, end at multiples of 4096 elements and
- * must not split a block. */
-static fsdpc_status check_codes(const unit_states *states, int param)
-{
-    const fsdpc_offload *offload = &states->unit->offload;
-    size_t row = states->params[param].place.code_row;
-    if (row == 0 || row == FSDPC_LAYOUT_BLOCK || (!offload->tier && !offload->host))
-        return FSDPC_OK;
-    return fsdpc_fail(
-        FSDPC_ERR_UNSUPPORTED,
-        "int8 states of '%s' of unit '%s', which is offloaded, need rows that are a "
-        "multiple of %d elements; its rows have %zu: keep the unit in memory, or take "
-        "bfloat16 states",
-        states->unit->layout->params[param].name, states->unit->name, FSDPC_LAYOUT_BLOCK, row);
-}
-
-/* Creates a side array, which is in memory even if the codes are in a file. */
-static fsdpc_status make_side(const unit_states *states, int group, const char *name, float **out)
-{
-    const fsdpc_unit *unit = states->unit;
-    const fsdpc_group plan = {.shard_numel = states->side_numel[group]};
-    fsdpc_extent *none = NULL;
-    return fsdpc_unit_create_array(unit, &plan, unit->offload.states && unit->offload.host,
-                                   FSDPC_MEM_STATE, name, FSDPC_F32, &none, (void **)out);
-}
-
-/* Returns the dtype of the arrays of a flat group's states. */
-static fsdpc_dtype array_dtype(const fsdpc_optim *optim, const unit_states *states, int group)
-{
-    return states->side_numel[group] > 0
-               ? FSDPC_U8
-               : fsdpc_state_plain_dtype(&optim->format, states->unit->layout->groups[group].dtype);
-}
-
-/* Copies the bands that an array has into one that has more. */
-static fsdpc_status copy_bands(const fsdpc_optim *optim, const unit_states *states, int group,
-                               int state, const size_t *skips, unsigned char *to)
-{
-    const fsdpc_layout *layout = states->unit->layout;
-    const unsigned char *from = states->states[group * FSDPC_OPTIM_MAX_STATES + state];
-    for (int i = 0; from && i < layout->n_params; i++) {
-        const fsdpc_place *place = &layout->params[i];
-        size_t skip = states->params[i].skips[state];
-        if (place->group != group || skip == FSDPC_COVER_NONE)
-            continue;
-        fsdpc_local_shard local =
-            fsdpc_layout_local_shard(layout, i, fsdpc_unit_rank(states->unit));
-        size_t element = fsdpc_dtype_bytes(array_dtype(optim, states, group));
-        FSDPC_TRY(fsdpc_device_copy(optim->device, to + (local.shard_offset - skips[i]) * element,
-                                    from + (local.shard_offset - skip) * element,
-                                    local.numel * element, NULL));
-    }
-    return FSDPC_OK;
-}
-
-/* Marks the parameters that have a state, or are in a band of its array already. Arrays in a file
- * and codes have all. */
-static void mark_wanted(const fsdpc_optim *optim, const unit_states *states, int group, int state,
-                        bool *wanted)
-{
-    const fsdpc_layout *layout = states->unit->layout;
-    bool made = states->states[group * FSDPC_OPTIM_MAX_STATES + state];
-    for (int i = 0; i < layout->n_params; i++) {
-        const param_states *own = &states->params[i];
-        const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, own->group);
-        wanted[i] =
-            states->unit->offload.states || states->side_numel[group] > 0 ||
-            (made && own->skips[state] != FSDPC_COVER_NONE) ||
-            (hyper && state < fsdpc_optim_states(fsdpc_optim_kind_of(optim, own->group), hyper));
-    }
-}
-
-/* Creates the array of a state that covers what is wanted, in the place of the present one.
- * `wanted` and `skips` have room for all parameters. */
-static fsdpc_status create_state(fsdpc_optim *optim, unit_states *states, int group, int state,
-                                 const char *name, bool *wanted, size_t *skips)
-{
-    fsdpc_unit *unit = states->unit;
-    int at = group * FSDPC_OPTIM_MAX_STATES + state;
-    fsdpc_group plan = *unit->groups[group].plan;
-    fsdpc_extent *extent = NULL;
-    void *memory = NULL;
-    mark_wanted(optim, states, group, state, wanted);
-    plan.shard_numel = fsdpc_cover(unit->layout, group, wanted, skips);
-    FSDPC_TRY(fsdpc_unit_create_array(unit, &plan, unit->offload.states, FSDPC_MEM_STATE, name,
-                                      array_dtype(optim, states, group), &extent, &memory));
-    fsdpc_status status = copy_bands(optim, states, group, state, skips, memory);
-    if (status != FSDPC_OK) {
-        fsdpc_unit_destroy_array(unit, extent, memory);
-        return status;
-    }
-    if (states->states[at])
-        fsdpc_unit_destroy_array(unit, states->extents[at], states->states[at]);
-    states->states[at] = memory;
-    states->extents[at] = extent;
-    for (int i = 0; i < unit->layout->n_params; i++)
-        if (unit->layout->params[i].group == group)
-            states->params[i].skips[state] = skips[i];
-    return FSDPC_OK;
-}
-
-/* Creates a state of all parameters of a flat group that have it, or adds those that lack it. */
-static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int param, int state,
-                               const char *name)
-{
-    const fsdpc_unit *unit = states->unit;
-    const fsdpc_place *place = &unit->layout->params[param];
-    size_t n_params = (size_t)unit->layout->n_params;
-    if (states->states[place->group * FSDPC_OPTIM_MAX_STATES + state] &&
-        atomic_load_explicit(&optim->exports, memory_order_relaxed) > 0)
-        return fsdpc_fail(FSDPC_ERR_STATE,
-                          "parameter '%s' of unit '%s' gets the state %s while tensors on the "
-                          "optimizer's states are in use: drop them first",
-                          place->name, unit->name, name);
-    bool *wanted = calloc(n_params, sizeof *wanted);
-    size_t *skips = calloc(n_params, sizeof *skips);
-    fsdpc_status status =
-        wanted && skips
-            ? create_state(optim, states, place->group, state, name, wanted, skips)
-            : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the optimizer of unit '%s'", unit->name);
-    free(wanted);
-    free(skips);
-    return status;
-}
-
-/* Creates a parameter's states together with those of its whole flat group. */
-static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int param)
-{
-    const fsdpc_unit *unit = states->unit;
-    const fsdpc_place *place = &unit->layout->params[param];
-    const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, states->params[param].group);
-    if (!hyper)
-        return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
-                          states->params[param].group, place->name);
-    const fsdpc_optim_kind kind = fsdpc_optim_kind_of(optim, states->params[param].group);
-    const int n_states = fsdpc_optim_states(kind, hyper);
-    if (n_states > 0)
-        FSDPC_TRY(check_codes(states, param));
-    for (int s = 0; s < n_states; s++) {
-        int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
-        const char *name = fsdpc_optim_state_name(kind, s);
-        if (!states->states[at] || states->params[param].skips[s] == FSDPC_COVER_NONE)
-            FSDPC_TRY(make_state(optim, states, param, s, name));
-        if (states->side_numel[place->group] > 0 && !states->sides[at])
-            FSDPC_TRY(make_side(states, place->group, name, &states->sides[at]));
-    }
-    return FSDPC_OK;
-}
-
 fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, int group)
 {
     FSDPC_TRY(fsdpc_optim_end_step(optim));
@@ -299,9 +121,9 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
                               unit->name);
         states = &optim->units[optim->n_units];
         *states = (unit_states){0};
-        fsdpc_status status = init_states(optim, states, unit);
+        fsdpc_status status = fsdpc_optim_init_states(optim, states, unit);
         if (status != FSDPC_OK) {
-            fini_states(states);
+            fsdpc_optim_fini_states(states);
             return status;
         }
         order[optim->n_units] = optim->n_units;
@@ -366,7 +188,7 @@ fsdpc_optim_kind fsdpc_optim_group_kind(const fsdpc_optim *optim, int group)
 
 const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group)
 {
-    return group >= 0 && group < optim->n_hypers ? &optim->hypers[group] : NULL;
+    return fsdpc_optim_hyper_of(optim, group);
 }
 
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
@@ -378,11 +200,13 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
         for (int p = 0; p < states->unit->layout->n_params; p++) {
             bool trains = states->unit->layout->params[p].group < states->unit->n_trained;
             if (states->params[p].group >= 0 && trains)
-                FSDPC_TRY(make_states(optim, states, p));
+                FSDPC_TRY(fsdpc_optim_create_states(optim, states, p));
         }
     }
     FSDPC_TRY(fsdpc_optim_matrix_prepare(optim));
-    return optim->device->remote ? fsdpc_optim_host_prepare(optim) : FSDPC_OK;
+    FSDPC_TRY(fsdpc_optim_factored_prepare(optim));
+    bool sends = optim->device->remote && fsdpc_optim_reads_gradients(optim);
+    return sends ? fsdpc_optim_host_prepare(optim) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
@@ -390,6 +214,10 @@ fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *roo
 {
     FSDPC_TRY(fsdpc_optim_end_step(optim));
     FSDPC_TRY(fsdpc_optim_prepare(optim));
+    if (optim->matrix || optim->factored)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "a captured step cannot contain optimizers that read whole matrices, as "
+                          "the host waits for the norm of each");
     return fsdpc_optim_graph_create(optim, root, out);
 }
 
@@ -414,34 +242,6 @@ static fsdpc_status open_states(fsdpc_optim *optim, const fsdpc_unit *unit, int 
     return find_states(optim, unit, param, out);
 }
 
-fsdpc_state_memory fsdpc_optim_locate(const fsdpc_optim *optim, const unit_states *states,
-                                      int param, int state, size_t at)
-{
-    const fsdpc_layout *layout = states->unit->layout;
-    const fsdpc_place *place = &layout->params[param];
-    const fsdpc_state_place *own = &states->params[param].place;
-    int i = place->group * FSDPC_OPTIM_MAX_STATES + state;
-    fsdpc_state_memory found = {.dtype = fsdpc_state_plain_dtype(&optim->format, place->dtype)};
-    bool coded = states->side_numel[place->group] > 0;
-    if (coded && !own->code_row) {
-        found.data = states->sides[i] ? states->sides[i] + (own->side + at) : NULL;
-        return found;
-    }
-    found.dtype = coded ? FSDPC_U8 : found.dtype;
-    found.extent = states->extents[i];
-    size_t skip = states->params[param].skips[state];
-    if (states->states[i] && skip != FSDPC_COVER_NONE)
-        found.data =
-            (unsigned char *)states->states[i] + (at - skip) * fsdpc_dtype_bytes(found.dtype);
-    if (coded && states->sides[i]) {
-        fsdpc_local_shard local =
-            fsdpc_layout_local_shard(layout, param, fsdpc_unit_rank(states->unit));
-        found.maxima = states->sides[i] + own->side +
-                       fsdpc_code_blocks(at - local.shard_offset, own->code_row);
-    }
-    return found;
-}
-
 static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *states, int param,
                                 int state)
 {
@@ -453,7 +253,7 @@ static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *sta
     if (at.dtype == FSDPC_U8) {
         int group = states->params[param].group;
         fsdpc_optim_kind kind = fsdpc_optim_kind_of(optim, group);
-        const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, group);
+        const fsdpc_hyper *hyper = fsdpc_optim_hyper_of(optim, group);
         view.codes = (fsdpc_code_args){.code = fsdpc_state_code(kind, hyper, state),
                                        .codes = at.data,
                                        .maxima = at.maxima,
@@ -487,6 +287,20 @@ fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
     return FSDPC_OK;
 }
 
+fsdpc_status fsdpc_optim_factors(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
+                                 fsdpc_factor_view *out)
+{
+    unit_states *states = NULL;
+    FSDPC_TRY(open_states(optim, unit, param, &states));
+    FSDPC_TRY(fsdpc_optim_create_states(optim, states, param));
+    const fsdpc_place *place = &unit->layout->params[param];
+    fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, param, fsdpc_unit_rank(unit));
+    fsdpc_factors f = fsdpc_factors_of(place->ndim, place->shape, &local);
+    float *factors = states->params[param].factors;
+    *out = (fsdpc_factor_view){factors, factors ? factors + f.n_rows : NULL, f, local};
+    return FSDPC_OK;
+}
+
 void fsdpc_optim_export(fsdpc_optim *optim, int change)
 {
     atomic_fetch_add_explicit(&optim->exports, change, memory_order_relaxed);
@@ -496,7 +310,7 @@ fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit,
 {
     unit_states *states = NULL;
     FSDPC_TRY(open_states(optim, unit, param, &states));
-    return make_states(optim, states, param);
+    return fsdpc_optim_create_states(optim, states, param);
 }
 
 fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
@@ -517,6 +331,10 @@ fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *un
         return fsdpc_fail(FSDPC_ERR_VALUE, "parameter '%s' cannot have made %lld steps",
                           unit->layout->params[param].name, (long long)steps);
     states->params[param].steps = steps;
+    if (steps == 0 && states->params[param].factors)
+        FSDPC_TRY(fsdpc_device_fill(optim->device, states->params[param].factors, 0,
+                                    fsdpc_factors_numel(unit->layout, param) * sizeof(float),
+                                    NULL));
     for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++) {
         fsdpc_optim_view view = view_of(optim, states, param, s);
         if (s == 0)
@@ -567,7 +385,7 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
 {
     unit_states *states = NULL;
     FSDPC_TRY(open_states(optim, unit, param, &states));
-    FSDPC_TRY(make_states(optim, states, param));
+    FSDPC_TRY(fsdpc_optim_create_states(optim, states, param));
     fsdpc_optim_view view = view_of(optim, states, param, state);
     if (!view.data)
         return fsdpc_fail(
@@ -595,4 +413,28 @@ fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int
     if (mine.dtype == FSDPC_U8)
         return collect_codes(optim, unit, param, &mine, out);
     return fsdpc_unit_collect_rows(unit, param, mine.dtype, mine.data, out);
+}
+
+/* Bits are added as integers: the other ranks have zeros. */
+fsdpc_status fsdpc_optim_collect_means(const fsdpc_unit *unit, const fsdpc_factor_view *view,
+                                       bool by_column, float *out, size_t numel)
+{
+    const fsdpc_factors *f = &view->factors;
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    const fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
+                           .unit = unit->id,
+                           .what = "means of Adafactor",
+                           .dtype = FSDPC_I32,
+                           .op = FSDPC_RED_SUM,
+                           .stream = main,
+                           .send = out,
+                           .recv = out,
+                           .numel = numel};
+    size_t first = by_column ? f->first_col : f->first_row;
+    size_t n = by_column ? f->n_cols : f->n_rows;
+    FSDPC_TRY(fsdpc_device_fill(unit->device, out, 0, numel * sizeof *out, main));
+    FSDPC_TRY(fsdpc_device_copy(unit->device, out + first,
+                                by_column ? view->col_var : view->row_var, n * sizeof *out, main));
+    bool apart = unit->mesh.shard->size > 1 && !(by_column && f->spread);
+    return apart ? fsdpc_comm_run(unit->mesh.shard, &op) : FSDPC_OK;
 }

@@ -13,10 +13,16 @@
  *
  * As in PyTorch, a parameter without a gradient is skipped: its unit was not reduced since
  * zero_grad, or it is frozen. step() is collective over the ranks of the units' roots.
+ *
+ * Averages of weights (EMA) are such states too. Their step reads the masters, not gradients: it
+ * covers trainable parameters, and frozen ones that it has averaged before. It is local to the rank,
+ * unless it exchanges averages and parameters (`swap`), which counts no step. Until the next
+ * exchange, the units refuse steps.
  */
 #ifndef FSDPC_ENGINE_OPTIM_H
 #define FSDPC_ENGINE_OPTIM_H
 
+#include "engine/factors.h"
 #include "engine/state_format.h"
 #include "engine/unit.h"
 #include "ops/flat_step.h"
@@ -58,10 +64,11 @@ uint32_t fsdpc_optim_take_number(fsdpc_optim *optim);
 fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
                                     fsdpc_stream *stream);
 
-/* The same for a whole parameter of a group with a matrix rule, whose momentum is states[0]. */
-fsdpc_status fsdpc_optim_step_matrix_alone(fsdpc_optim *optim, int group,
-                                           const fsdpc_step_args *args, const char *name, int ndim,
-                                           const size_t *shape, fsdpc_stream *stream);
+/* The same for a whole parameter of a group with a matrix rule, whose momentum is states[0], or with
+ * Adafactor, whose states are row_var and col_var or, for a vector, the variance. */
+fsdpc_status fsdpc_optim_step_whole_alone(fsdpc_optim *optim, int group,
+                                          const fsdpc_step_args *args, const char *name, int ndim,
+                                          const size_t *shape, fsdpc_stream *stream);
 
 /* -- captured steps ---------------------------------------------------------------------------- */
 
@@ -84,6 +91,21 @@ typedef struct fsdpc_optim_view {
 
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                bool write, fsdpc_optim_view *out);
+
+/* Adafactor's states of a parameter with two or more dimensions; NULL for one without elements. */
+typedef struct fsdpc_factor_view {
+    float *row_var, *col_var;
+    fsdpc_factors factors;
+    fsdpc_local_shard local;
+} fsdpc_factor_view;
+
+/* Creates them if they are missing. */
+fsdpc_status fsdpc_optim_factors(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
+                                 fsdpc_factor_view *out);
+
+/* Collective: writes all means by row, or by column, to `out` on every rank of the shard group. */
+fsdpc_status fsdpc_optim_collect_means(const fsdpc_unit *unit, const fsdpc_factor_view *view,
+                                       bool by_column, float *out, size_t numel);
 
 /* Counts a tensor on a state, or with -1 its end. While there are any, states keep their memory, so
  * parameters that need a longer array cannot be added. */

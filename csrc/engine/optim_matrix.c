@@ -9,8 +9,8 @@
  * from there and leaves the update in its own buffer, from which the others read their rows. A
  * barrier separates each of the three parts from the next one's reads or overwrites. A batch is as
  * many matrices as fit, so ranks wait for each other twice per batch, not per matrix. If ranks are
- * on several hosts, a unit has no root, or the buffers are too small, matrices are computed in
- * rounds of one per rank. Rows are then broadcast by the ranks that have them.
+ * on several hosts or GPUs, a unit has no root, or the buffers are too small, matrices are computed
+ * in rounds of one per rank. Rows are then broadcast by the ranks that have them.
  *
  * Matrices are ordered by cost before they are cut into batches or rounds, so that those of one
  * round take similar time.
@@ -33,7 +33,7 @@ enum { BATCH = 256 }; /* matrices */
 /* One matrix of this step. */
 typedef struct matrix {
     const unit_states *states;
-    int param;
+    int unit, param;          /* unit: its index in the optimizer, which is the same on all ranks */
     size_t first, rows, cols; /* its first element in the parameter, and its shape */
     double cost;
     size_t number; /* decides between equal costs */
@@ -87,34 +87,7 @@ static fsdpc_status check(const fsdpc_optim *optim, int group, const char *name,
                           "%s steps matrices and stacks of them, but parameter '%s' has %d "
                           "dimension%s: put it into a group of another optimizer",
                           rule, name, ndim, ndim == 1 ? "" : "s");
-    if (dtype == FSDPC_F64)
-        return fsdpc_fail(FSDPC_ERR_DTYPE,
-                          "%s computes in float32, but parameter '%s' is float64: convert it, or "
-                          "put it into a group of another optimizer",
-                          rule, name);
-    if (optim->format.dtype != FSDPC_F32)
-        return fsdpc_fail(FSDPC_ERR_DTYPE,
-                          "%s keeps its momentum in float32, not %s: leave state_dtype out", rule,
-                          fsdpc_dtype_name(optim->format.dtype));
-    if (optim->device->remote)
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "%s steps on the CPU only so far, and parameter '%s' is on a %s device: "
-                          "use another optimizer there",
-                          rule, name, optim->device->ops->name);
-    return FSDPC_OK;
-}
-
-static fsdpc_status check_offload(const fsdpc_optim *optim, const unit_states *states, int param)
-{
-    const fsdpc_offload *offload = &states->unit->offload;
-    if (!offload->masters && !offload->states && !offload->gradients)
-        return FSDPC_OK;
-    return fsdpc_fail(
-        FSDPC_ERR_UNSUPPORTED,
-        "%s needs masters, gradients and states in memory, but those of parameter '%s' of unit "
-        "'%s' are offloaded: offload only params there, or use another optimizer",
-        fsdpc_optim_kind_name(fsdpc_optim_kind_of(optim, states->params[param].group)),
-        states->unit->layout->params[param].name, states->unit->name);
+    return fsdpc_optim_check_plain(optim, group, name, dtype);
 }
 
 /* ---- Memory ---- */
@@ -171,7 +144,7 @@ fsdpc_status fsdpc_optim_matrix_prepare(fsdpc_optim *optim)
                 continue;
             int group = states->params[p].group;
             FSDPC_TRY(check(optim, group, place->name, place->ndim, place->dtype));
-            FSDPC_TRY(check_offload(optim, states, p));
+            FSDPC_TRY(fsdpc_optim_check_memory(optim, states, p));
             const fsdpc_matrix_rule *rule = fsdpc_matrix_rule_of(fsdpc_optim_kind_of(optim, group));
             const size_t *shape = matrix_shape(place->ndim, place->shape);
             x = fsdpc_max_size(x, shape[0] * shape[1]);
@@ -313,7 +286,7 @@ static fsdpc_status find_places(const fsdpc_root *root, const fsdpc_comm *comm,
                                 meeting_place places[2])
 {
     fsdpc_buffer *found[2] = {NULL, NULL};
-    if (!root || root->reduce_comm != comm)
+    if (!root || root->reduce_comm != comm || root->device->remote)
         return FSDPC_OK;
     for (int i = 0; i < root->pooled.n; i++)
         if (root->pool[i] && root->pool[i]->peers && !root->pool_filling[i] &&
@@ -394,14 +367,11 @@ static fsdpc_status meet(fsdpc_comm *comm, const matrix *first, size_t n)
 {
     uint32_t hash = 0;
     for (size_t i = 0; i < n; i++) {
-        const fsdpc_unit *unit = first[i].states->unit;
-        const size_t key[] = {(size_t)unit->id, (size_t)first[i].param, first[i].first,
+        const size_t key[] = {(size_t)first[i].unit, (size_t)first[i].param, first[i].first,
                               (size_t)first[i].owner};
         hash = fsdpc_crc32c(hash, key, sizeof key);
     }
-    const fsdpc_coll op = {
-        .kind = FSDPC_COLL_BARRIER, .unit = -1, .what = "an optimizer's matrices", .trains = hash};
-    return fsdpc_comm_run(comm, &op);
+    return fsdpc_optim_meet(comm, "an optimizer's matrices", hash);
 }
 
 static fsdpc_status step_batch(const fsdpc_optim *optim, fsdpc_comm *comm, matrix *first, size_t n,
@@ -450,6 +420,7 @@ static fsdpc_status broadcast(fsdpc_comm *comm, const matrix *m, int root, float
                            .unit = m->states->unit->id,
                            .what = m->states->unit->layout->params[m->param].name,
                            .dtype = FSDPC_F32,
+                           .stream = fsdpc_device_main(m->states->unit->device),
                            .recv = at,
                            .numel = numel,
                            .root = root};
@@ -512,6 +483,7 @@ static const fsdpc_root *list_matrices(const fsdpc_optim *optim, const fsdpc_com
                 fsdpc_matrix_rule_of(fsdpc_optim_kind_of(optim, states->params[p].group));
             for (size_t i = 0; i < n_matrices(place->ndim, place->shape); i++, own->n++)
                 own->matrices[own->n] = (matrix){.states = states,
+                                                 .unit = optim->order[u],
                                                  .param = p,
                                                  .first = i * shape[0] * shape[1],
                                                  .rows = shape[0],
@@ -548,15 +520,7 @@ static fsdpc_status step_on(const fsdpc_optim *optim, fsdpc_comm *comm)
 
 fsdpc_status fsdpc_optim_matrix_step(fsdpc_optim *optim)
 {
-    for (int u = 0; optim->matrix && u < optim->n_units; u++) {
-        fsdpc_comm *comm = optim->units[optim->order[u]].unit->mesh.shard;
-        bool seen = false;
-        for (int v = 0; v < u && !seen; v++)
-            seen = optim->units[optim->order[v]].unit->mesh.shard == comm;
-        if (!seen)
-            FSDPC_TRY(step_on(optim, comm));
-    }
-    return FSDPC_OK;
+    return optim->matrix ? fsdpc_optim_each_shard_group(optim, step_on) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_optim_matrix_alone(fsdpc_optim *optim, int group, const fsdpc_step_args *given,

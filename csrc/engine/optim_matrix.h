@@ -8,8 +8,8 @@
  * smaller Gram matrix, on each rank.
  *
  * A rule steps matrices (two dimensions) and stacks of them (three) in float32, bfloat16 or
- * float16, on the CPU, with masters, gradients and states in memory. Anything else is refused by
- * name before the step begins.
+ * float16, with masters, gradients and states in the device's memory. Anything else is refused by
+ * name before the step begins, as is a captured step, since the host reads the norm of each matrix.
  */
 #ifndef FSDPC_ENGINE_OPTIM_MATRIX_H
 #define FSDPC_ENGINE_OPTIM_MATRIX_H
@@ -31,7 +31,7 @@ fsdpc_status fsdpc_optim_matrix_prepare(fsdpc_optim *optim);
 /* Steps all matrices of the current step. Collective over the shard groups. */
 fsdpc_status fsdpc_optim_matrix_step(fsdpc_optim *optim);
 
-/* Steps a whole parameter outside of units; see fsdpc_optim_step_matrix_alone. */
+/* Steps a whole parameter outside of units; see fsdpc_optim_step_whole_alone. */
 fsdpc_status fsdpc_optim_matrix_alone(fsdpc_optim *optim, int group, const fsdpc_step_args *args,
                                       const char *name, int ndim, const size_t *shape,
                                       fsdpc_stream *stream);

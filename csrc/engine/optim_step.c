@@ -36,6 +36,7 @@
 #include "engine/micro.h"
 #include "engine/optim_graph.h"
 #include "engine/optim_host.h"
+#include "engine/optim_factored.h"
 #include "engine/optim_matrix.h"
 #include "ops/flat_ops.h"
 
@@ -64,6 +65,20 @@ static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t e
     return extent ? bring(extent, at, end, out) : FSDPC_OK;
 }
 
+/* Averages do not read it, and get the parameter itself. */
+static fsdpc_status locate_gradient(const fsdpc_optim *optim, const fsdpc_unit_group *group,
+                                    size_t at, size_t *end, fsdpc_step_args *args)
+{
+    void *grad = args->param;
+    if (fsdpc_optim_reads_gradients(optim))
+        FSDPC_TRY(locate(group->grad_extent, group->grad, fsdpc_dtype_bytes(group->grad_dtype), at,
+                         end, &grad));
+    else
+        args->grad_dtype = args->param_dtype;
+    args->grad = grad;
+    return FSDPC_OK;
+}
+
 /* Updates the contiguous part at the front of a run, and removes that part from the run. */
 static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *states, run *rest)
 {
@@ -74,7 +89,6 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
     fsdpc_unit_group *group = &unit->groups[place->group];
     const fsdpc_slice *band = &group->plan->bands[place->band];
     bool on_host = fsdpc_offload_steps_on_host(&unit->offload);
-    void *grad;
     fsdpc_step_args args = {
         .param_dtype = place->dtype,
         .grad_dtype = group->grad_dtype,
@@ -91,9 +105,7 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
     unsigned char *masters =
         fsdpc_unit_stepped(unit, group, band, part.begin) - part.begin * element;
     FSDPC_TRY(locate(group->master_extent, masters, element, part.begin, &part.end, &args.param));
-    FSDPC_TRY(locate(group->grad_extent, group->grad, fsdpc_dtype_bytes(group->grad_dtype),
-                     part.begin, &part.end, &grad));
-    args.grad = grad;
+    FSDPC_TRY(locate_gradient(optim, group, part.begin, &part.end, &args));
     for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++) {
         fsdpc_state_memory at = fsdpc_optim_locate(optim, states, part.param, s, part.begin);
         args.state_dtype = at.dtype;
@@ -102,12 +114,12 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         if (at.data && at.extent)
             FSDPC_TRY(bring(at.extent, part.begin, &part.end, &args.states[s]));
     }
-    if (on_host)
+    if (on_host && optim->host)
         FSDPC_TRY(
             fsdpc_optim_host_bring(optim, states, place->group, part.begin, &part.end, &args));
     args.numel = part.end - part.begin;
-    if (unit->root && !unit->root->unsharded->at_use &&
-        (!on_host || unit->root->param_buffer->pinned))
+    if (fsdpc_optim_writes(optim) && !optim->in_backward && unit->root &&
+        !unit->root->unsharded->at_use && (!on_host || unit->root->param_buffer->pinned))
         args.copy_in = fsdpc_unsharded_own_slice(unit, group, band, part.begin);
     rest->begin = part.end;
     rest->first += args.numel;
@@ -143,7 +155,8 @@ static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *state
         const fsdpc_place *place = &unit->layout->params[i];
         if (place->group != flat_group || place->band != band)
             continue;
-        bool ours = states->params[i].stepping && !fsdpc_optim_steps_matrix(optim, states, i);
+        bool ours = states->params[i].stepping && !fsdpc_optim_steps_matrix(optim, states, i) &&
+                    !fsdpc_optim_is_factored(optim, states, i);
         fsdpc_local_shard local = fsdpc_layout_local_shard(unit->layout, i, fsdpc_unit_rank(unit));
         if (open.param >= 0 && !(ours && joins(optim, states, open.param, i))) {
             FSDPC_TRY(step_run(optim, states, open));
@@ -172,11 +185,15 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
         if (own->stepping && optim->hypers[own->group].momentum != 0)
             own->momentum = true;
     }
-    if (any && !unit->root)
-        unit->dirty = true;
-    else if (any)
+    if (!any || !fsdpc_optim_writes(optim))
+        return FSDPC_OK;
+    if (fsdpc_optim_swaps(optim))
+        unit->swapped = unit->swapped ? NULL : optim;
+    if (!unit->root || optim->in_backward)
+        unit->dirty = true; /* the next epoch copies in */
+    else
         fsdpc_unsharded_seal(unit);
-    if (any && fsdpc_offload_steps_on_host(&unit->offload))
+    if (fsdpc_offload_steps_on_host(&unit->offload))
         return fsdpc_optim_host_stepped(unit);
     return FSDPC_OK;
 }
@@ -217,7 +234,7 @@ static fsdpc_status each_tier(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
     return status;
 }
 
-static fsdpc_status add_to_pass(const unit_states *states)
+static fsdpc_status add_to_pass(const fsdpc_optim *optim, const unit_states *states)
 {
     const fsdpc_unit *unit = states->unit;
     fsdpc_grad_file_release(unit);
@@ -233,7 +250,7 @@ static fsdpc_status add_to_pass(const unit_states *states)
                 row[n++] = of_states[s];
         if (group->master_extent && unit->foreign) /* other code may have written them */
             fsdpc_extent_forget(group->master_extent);
-        if (group->grad_extent)
+        if (group->grad_extent && fsdpc_optim_reads_gradients(optim))
             row[n++] = group->grad_extent;
         if (n > 0 && fsdpc_optim_steps_group(states, g))
             FSDPC_TRY(fsdpc_pass_add(unit->offload.tier, row, n));
@@ -252,7 +269,7 @@ static fsdpc_status begin_pass(fsdpc_optim *optim, bool waiting)
     for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++) {
         const unit_states *states = &optim->units[optim->order[i]];
         if (states->unit->offload.tier && states->waits == waiting)
-            status = add_to_pass(states);
+            status = add_to_pass(optim, states);
     }
     if (status == FSDPC_OK)
         status = each_tier(optim, fsdpc_pass_start);
@@ -365,10 +382,12 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
     return fsdpc_flat_step(args, stream);
 }
 
-fsdpc_status fsdpc_optim_step_matrix_alone(fsdpc_optim *optim, int group,
-                                           const fsdpc_step_args *args, const char *name, int ndim,
-                                           const size_t *shape, fsdpc_stream *stream)
+fsdpc_status fsdpc_optim_step_whole_alone(fsdpc_optim *optim, int group,
+                                          const fsdpc_step_args *args, const char *name, int ndim,
+                                          const size_t *shape, fsdpc_stream *stream)
 {
+    if (fsdpc_optim_kind_of(optim, group) == FSDPC_OPTIM_ADAFACTOR)
+        return fsdpc_optim_factored_alone(optim, group, args, name, ndim, shape, stream);
     return fsdpc_optim_matrix_alone(optim, group, args, name, ndim, shape, stream);
 }
 
@@ -395,28 +414,53 @@ static bool lies_in_file(const fsdpc_unit *unit)
     return offload->tier && (offload->masters || offload->states || offload->gradients);
 }
 
+/* Returns whether a parameter is part of the step that is about to begin. */
+static bool is_stepped(const fsdpc_optim *optim, const unit_states *states, int param)
+{
+    const fsdpc_unit *unit = states->unit;
+    const param_states *own = &states->params[param];
+    if (own->group < 0 || fsdpc_optim_reads_gradients(optim))
+        return own->group >= 0 && fsdpc_grad_exists(unit, param);
+    bool begins = !fsdpc_optim_swaps(optim) && unit->trainable[param];
+    return unit->layout->params[param].group < unit->n_trained && (own->steps > 0 || begins);
+}
+
+static fsdpc_status check_swapped(const fsdpc_optim *optim, const fsdpc_unit *unit)
+{
+    if (!unit->swapped || (unit->swapped == optim && fsdpc_optim_swaps(optim)))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "the parameters of unit '%s' are exchanged for their averages: leave the "
+                      "EMA's swap() before %s",
+                      unit->name,
+                      fsdpc_optim_reads_gradients(optim) ? "an optimizer steps them"
+                                                         : "another swap() or update()");
+}
+
 /* Decides which parameters are stepped, with which scale, and which units wait; later changes to
  * the gradients do not affect the decision. A unit does not wait if other code has tensors that use
  * its memory. */
 static fsdpc_status decide(fsdpc_optim *optim)
 {
+    const bool reads = fsdpc_optim_reads_gradients(optim);
     sort_units(optim);
     for (int i = 0; i < optim->n_units; i++) {
         unit_states *states = &optim->units[i];
         fsdpc_unit *unit = states->unit;
         bool any = false;
         FSDPC_TRY(fsdpc_unit_end_step(unit)); /* another optimizer's */
-        if (unit->grad_live && unit->micro.n > 0)
+        FSDPC_TRY(check_swapped(optim, unit));
+        if (reads && unit->grad_live && unit->micro.n > 0)
             FSDPC_TRY(fsdpc_micro_fold(unit));
         for (int p = 0; p < unit->layout->n_params; p++) {
             param_states *own = &states->params[p];
-            own->stepping = own->group >= 0 && fsdpc_grad_exists(unit, p);
+            own->stepping = is_stepped(optim, states, p);
             any |= own->stepping;
         }
-        states->scale = unit->pending_scale;
-        states->scale_at = fsdpc_unit_scale_at(unit);
-        states->waits = any && unit->root && lies_in_file(unit) && !fsdpc_unit_is_shared(unit) &&
-                        !optim->device->capturing;
+        states->scale = reads ? unit->pending_scale : 1;
+        states->scale_at = reads ? fsdpc_unit_scale_at(unit) : NULL;
+        states->waits = any && reads && unit->root && lies_in_file(unit) &&
+                        !fsdpc_unit_is_shared(unit) && !optim->device->capturing;
         unit->puts_off = states->waits;
     }
     return FSDPC_OK;
@@ -430,11 +474,13 @@ static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
     for (int i = 0; i < optim->n_units; i++) {
         const unit_states *states = &optim->units[i];
         for (int p = 0; p < states->unit->layout->n_params; p++)
-            states->params[p].steps += states->params[p].stepping;
+            states->params[p].steps += states->params[p].stepping && !fsdpc_optim_swaps(optim);
     }
-    fsdpc_status matrices = fsdpc_optim_matrix_step(optim);
-    if (matrices != FSDPC_OK)
-        return give_up(optim, matrices);
+    fsdpc_status status = fsdpc_optim_matrix_step(optim);
+    if (status == FSDPC_OK)
+        status = fsdpc_optim_factored_step(optim);
+    if (status != FSDPC_OK)
+        return give_up(optim, status);
     for (int i = 0; i < optim->n_units; i++) {
         const unit_states *states = &optim->units[optim->order[i]];
         *waits_out |= states->waits;
@@ -444,9 +490,20 @@ static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
     return FSDPC_OK;
 }
 
+/* Waits until a remote device has copied in the masters that the CPU is about to exchange. Steps
+ * with gradients wait for those instead (optim_host.c). */
+static fsdpc_status await_copies(const fsdpc_optim *optim)
+{
+    bool on_host = false;
+    for (int i = 0; i < optim->n_units; i++)
+        on_host |= fsdpc_offload_steps_on_host(&optim->units[i].unit->offload);
+    bool reads = on_host && optim->device->remote;
+    return reads ? fsdpc_stream_sync(fsdpc_device_main(optim->device)) : FSDPC_OK;
+}
+
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
 {
-    bool waits = false;
+    bool waits = false, writes = fsdpc_optim_writes(optim);
     if (optim->device->capturing && !optim->capture)
         return fsdpc_fail(
             FSDPC_ERR_STATE,
@@ -457,7 +514,9 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
     FSDPC_TRY(decide(optim));
     FSDPC_TRY(begin_pass(optim, false));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
-    fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
+    fsdpc_status status = writes ? each_root(optim, fsdpc_root_write_begin) : FSDPC_OK;
+    if (status == FSDPC_OK && !fsdpc_optim_reads_gradients(optim))
+        status = await_copies(optim);
     if (status == FSDPC_OK && optim->host)
         status = fsdpc_optim_host_begin(optim);
     if (status == FSDPC_OK)
@@ -470,7 +529,35 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
     if (status == FSDPC_OK && waits)
         status = leave_open(optim);
     /* Even after an error, an announced epoch reports its copy-in, since peers wait for it. */
-    FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
+    if (writes)
+        FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM_END, -1, 0, 0, 0);
     return status;
+}
+
+fsdpc_status fsdpc_optim_prepare_backward(fsdpc_optim *optim)
+{
+    FSDPC_TRY(fsdpc_optim_prepare(optim));
+    for (int i = 0; i < optim->n_units; i++)
+        FSDPC_TRY(check_swapped(optim, optim->units[i].unit));
+    return FSDPC_OK;
+}
+
+/* The unit's slices are copied in by the next epoch: peers may still be in this backward, but have
+ * ended the unit's, since its reduction is finished. */
+fsdpc_status fsdpc_optim_step_reduced(fsdpc_optim *optim, fsdpc_unit *unit)
+{
+    unit_states *states = fsdpc_optim_unit(optim, unit);
+    for (int p = 0; p < unit->layout->n_params; p++) {
+        states->params[p].stepping = is_stepped(optim, states, p);
+        states->params[p].steps += states->params[p].stepping;
+    }
+    states->scale = unit->pending_scale;
+    states->scale_at = NULL;
+    optim->in_backward = true;
+    fsdpc_status status = step_unit(optim, states);
+    optim->in_backward = false;
+    fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, unit->id, 0, unit->root->param_buffer->epoch,
+                    true);
+    return status == FSDPC_OK ? FSDPC_OK : give_up(optim, status);
 }

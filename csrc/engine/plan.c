@@ -8,11 +8,12 @@ enum { PAGE_ALIGN = 4096 };
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out)
 {
+    bool casts = fsdpc_dtype_is_float(group->dtype);
     fsdpc_group_plan plan = {
-        .param_dtype = options->cast_params ? options->param_dtype : group->dtype,
+        .param_dtype = options->cast_params && casts ? options->param_dtype : group->dtype,
         .grad_dtype = group->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32,
     };
-    plan.reduce_dtype = options->cast_reduce ? options->reduce_dtype : plan.param_dtype;
+    plan.reduce_dtype = options->cast_reduce && casts ? options->reduce_dtype : plan.param_dtype;
     size_t param_buffer, reduce;
     FSDPC_TRY(
         fsdpc_mul_size(group->unsharded_numel, fsdpc_dtype_bytes(plan.param_dtype), &param_buffer));

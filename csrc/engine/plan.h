@@ -37,8 +37,8 @@ typedef struct fsdpc_unit_options {
     bool cast_reduce; /* reduce_dtype is given; else the dtype of the unsharded parameters */
     fsdpc_dtype reduce_dtype;
     bool reshard_after_forward;
-    fsdpc_layout_options layout;
-    bool no_alias; /* private memory for unsharded parameters, inaccessible while sharded */
+    bool band_per_param; /* see fsdpc_layout_create */
+    bool no_alias;       /* private memory for unsharded parameters, inaccessible while sharded */
     fsdpc_offload offload;
 } fsdpc_unit_options;
 

@@ -9,6 +9,7 @@
 #include "comm/comm_hosts.h"
 #include "engine/agree.h"
 #include "engine/cover.h"
+#include "engine/factors.h"
 #include "engine/micro.h"
 #include "engine/slots.h"
 #include "ops/matrix_rules.h"
@@ -32,6 +33,7 @@ typedef struct planner {
     size_t file_ring, host_ring; /* bytes of the ring, and of one chunk of it */
     size_t contribution[N_STAGES];
     size_t matrix, matrix_work; /* elements of the largest matrix, and of the work on one */
+    fsdpc_factored_work factored;
     fsdpc_plan_row_fn take;
     void *arg;
 } planner;
@@ -72,6 +74,31 @@ static void plan_matrix(planner *p, const fsdpc_place *place)
     p->matrix_work = fsdpc_max_size(p->matrix_work, rule->work(shape[0], shape[1]));
 }
 
+/* Plans the means by row and by column of a group's parameters. */
+static fsdpc_status plan_factors(planner *p, const fsdpc_plan_unit *unit,
+                                 const fsdpc_layout *layout, int g)
+{
+    for (int i = 0; i < layout->n_params; i++) {
+        const fsdpc_place *place = &layout->params[i];
+        if (place->group != g || !unit->specs[i].factored || place->numel == 0)
+            continue;
+        FSDPC_TRY(fsdpc_factors_check(place));
+        fsdpc_local_shard most = fsdpc_factors_most(layout, i);
+        fsdpc_factored_work_add(&p->factored, place->ndim, place->shape, &most);
+        size_t bytes = fsdpc_mem_counted(fsdpc_factors_numel(layout, i) * sizeof(float));
+        FSDPC_TRY(emit(p, "means", FSDPC_MEM_STATE, bytes, 1, FSDPC_PLAN_MEMORY));
+    }
+    return FSDPC_OK;
+}
+
+/* Returns the number of states of a parameter that have as many elements. */
+static int n_states_of(const planner *p, const fsdpc_param_spec *spec)
+{
+    if (spec->factored)
+        return spec->ndim < 2;
+    return spec->matrix ? 1 : p->options->n_states;
+}
+
 static fsdpc_status plan_codes(planner *p, const fsdpc_offload *offload, size_t numel, size_t side)
 {
     int n_states = p->options->n_states;
@@ -102,11 +129,11 @@ static fsdpc_status plan_states(planner *p, const fsdpc_plan_unit *unit, const f
     for (int s = 0; status == FSDPC_OK && any; s++) {
         any = false;
         for (int i = 0; i < layout->n_params; i++) {
-            bool matrix = unit->specs[i].matrix, ours = layout->params[i].group == g;
-            bool has = ours && s < (matrix ? 1 : p->options->n_states);
+            bool ours = layout->params[i].group == g;
+            bool has = ours && s < n_states_of(p, &unit->specs[i]);
             any |= has;
             wanted[i] = has || offload->states;
-            if (ours && matrix)
+            if (ours && unit->specs[i].matrix)
                 plan_matrix(p, &layout->params[i]);
         }
         fsdpc_array_plan array = fsdpc_plan_array(offload, offload->states,
@@ -136,6 +163,7 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
     array = fsdpc_plan_array(offload, offload->gradients, numel, plan.grad_dtype);
     FSDPC_TRY(plan_array(p, "gradients", FSDPC_MEM_GRAD, 1, &array));
     FSDPC_TRY(plan_states(p, unit, layout, g));
+    FSDPC_TRY(plan_factors(p, unit, layout, g));
     if (fsdpc_offload_steps_on_host(offload))
         p->host_ring =
             fsdpc_max_size(p->host_ring, fsdpc_plan_host_bytes(offload, numel,
@@ -156,7 +184,7 @@ static fsdpc_status plan_unit(planner *p, const fsdpc_plan_unit *unit, unit_size
 {
     fsdpc_layout *layout = NULL;
     FSDPC_TRY(fsdpc_layout_create(unit->specs, unit->n_specs, p->options->shard,
-                                  &unit->options.layout, &layout));
+                                  unit->options.band_per_param, &layout));
     fsdpc_status status = FSDPC_OK;
     for (int g = 0; status == FSDPC_OK && g < layout->n_groups; g++)
         status = plan_group(p, unit, layout, g, sizes);
@@ -345,6 +373,10 @@ fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
         status = emit(&p, "work on matrices", FSDPC_MEM_STAGING,
                       fsdpc_mem_counted((p.matrix + p.matrix_work) * sizeof(float)), 1,
                       FSDPC_PLAN_MEMORY);
+    if (status == FSDPC_OK)
+        status =
+            emit(&p, "work of Adafactor", FSDPC_MEM_STAGING,
+                 fsdpc_mem_counted(fsdpc_factored_work_bytes(&p.factored)), 1, FSDPC_PLAN_MEMORY);
     free(p.sizes);
     return status;
 }

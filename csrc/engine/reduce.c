@@ -55,9 +55,21 @@ static void trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes)
         fsdpc_root_trace(unit, kind, bytes, true);
 }
 
+/* Gets memory for the gradient shards of a unit that is stepped inside backward. */
+static fsdpc_status borrow(fsdpc_unit *unit)
+{
+    for (fsdpc_unit *busy = unit; unit->backward_steps && busy;) {
+        FSDPC_TRY(unit->backward_steps->lend(unit->backward_steps, unit, &busy));
+        if (busy)
+            FSDPC_TRY(fsdpc_reduce_wait(busy));
+    }
+    return FSDPC_OK;
+}
+
 /* Prepares the destination of the final sums. */
 static fsdpc_status begin_final(fsdpc_unit *unit)
 {
+    FSDPC_TRY(borrow(unit));
     if (unit->settings.deterministic)
         return fsdpc_micro_begin(unit);
     return fsdpc_grad_file_open(unit, unit->grad_live);
@@ -192,7 +204,9 @@ static fsdpc_status finish(fsdpc_unit *unit)
     if (unit->settings.deterministic)
         return fsdpc_micro_added(unit);
     fsdpc_grad_file_seal(unit);
-    return FSDPC_OK;
+    return unit->backward_steps && unit->grad_live
+               ? unit->backward_steps->step(unit->backward_steps, unit)
+               : FSDPC_OK;
 }
 
 /* Returns whether the reduction is still in its first stage and will have a second one. */
@@ -280,8 +294,11 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
     if (unit->grads_away)
         return fsdpc_fail(FSDPC_ERR_STATE, "gradients of unit '%s' have no memory", unit->name);
     FSDPC_TRY(fsdpc_reduce_wait(unit)); /* for an earlier use of this unit in the same backward */
+    if (unit->backward_steps)
+        FSDPC_TRY(unit->backward_steps->open(unit->backward_steps, unit));
     if (fsdpc_fill_suits_shard(unit)) {
         FSDPC_TRY(fsdpc_unit_advance(unit)); /* a pending step may not have read it yet */
+        FSDPC_TRY(borrow(unit));
         fsdpc_fill_take_shard(unit);
         return FSDPC_OK;
     }

@@ -383,8 +383,20 @@ static fsdpc_status complete_record(fsdpc_model *model)
 /* Agrees on a root's gradients and waits for its reductions. */
 static fsdpc_status end_root(fsdpc_root *root)
 {
+    bool steps = false;
+    for (int i = 0; i < root->n_units && !steps; i++)
+        steps = root->units[i]->backward_steps;
     FSDPC_TRY(fsdpc_reduce_post_rest(root));
+    if (steps) /* agreeing compares masters between replicas */
+        FSDPC_TRY(fsdpc_reduce_wait_all(root));
     FSDPC_TRY(fsdpc_backward_agree(root));
+    for (int i = 0; i < root->n_units && steps; i++) {
+        fsdpc_unit *unit = root->units[i];
+        if (!unit->backward_steps || unit->stepped_in != root->model->backwards)
+            continue;
+        memset(unit->grads, FSDPC_GRAD_NONE, (size_t)unit->layout->n_params);
+        root->generation++; /* another backward of this forward is refused */
+    }
     return root->model->is_last_backward ? fsdpc_reduce_wait_all(root) : FSDPC_OK;
 }
 

@@ -59,7 +59,8 @@ static size_t spread_bytes(const fsdpc_unit_group *group)
 
 static int64_t spread_counted(const fsdpc_unit_group *group)
 {
-    return (int64_t)(group->plan->shard_numel * fsdpc_dtype_bytes(group->plan->dtype));
+    return (int64_t)fsdpc_mem_counted(group->plan->shard_numel *
+                                      fsdpc_dtype_bytes(group->plan->dtype));
 }
 
 static fsdpc_status create_spread(const fsdpc_unit *unit, fsdpc_unit_group *group)
@@ -95,11 +96,9 @@ fsdpc_status fsdpc_unit_join_param_buffer(fsdpc_unit *unit, fsdpc_unit_group *gr
         return FSDPC_OK;
     for (size_t i = 0; i < group->plan->n_bands; i++) {
         const fsdpc_slice *band = &group->plan->bands[i];
-        if (fsdpc_slice_is_of(band, rank))
-            memcpy(param_buffer->write + group->param_buffer_offset +
-                       fsdpc_slice_unsharded(band, rank, band->shard_offset) * element,
-                   fsdpc_unit_masters(unit, group, band, band->shard_offset),
-                   band->numel * element);
+        memcpy(param_buffer->write + group->param_buffer_offset +
+                   fsdpc_slice_unsharded(band, rank, band->shard_offset) * element,
+               fsdpc_unit_masters(unit, group, band, band->shard_offset), band->numel * element);
     }
     FSDPC_TRY(fsdpc_param_buffer_map_private(param_buffer, group->param_buffer_offset,
                                              spread_bytes(group), group->master));
@@ -155,7 +154,7 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     group->param_dtype = sizes.param_dtype;
     group->reduce_dtype = sizes.reduce_dtype;
     group->grad_dtype = sizes.grad_dtype;
-    group->whole = (fsdpc_slice){.numel = group->plan->shard_numel, .owner = -1};
+    group->whole = (fsdpc_slice){.numel = group->plan->shard_numel};
     group->param_buffer_offset = unit->param_buffer_bytes;
     unit->param_buffer_bytes += sizes.param_buffer_bytes;
     if (can_spread(unit, group))
@@ -200,8 +199,8 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->dirty = true;
     unit->pending_scale = 1;
     FSDPC_TRY_GOTO(status,
-                   fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size, &options->layout,
-                                       &unit->layout),
+                   fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size,
+                                       options->band_per_param, &unit->layout),
                    destroy);
     size_t slots = n_specs > 0 ? (size_t)n_specs : 1;
     unit->name = strdup(options->name);
@@ -337,8 +336,17 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
                           "unit '%s' has a root: its modules, buffers and sums are "
                           "set before its first forward",
                           unit->name);
+    if (unit->backward_steps && settings->deterministic)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "deterministic mode of unit '%s', which is stepped inside backward",
+                          unit->name);
     unit->settings = *settings;
     return FSDPC_OK;
+}
+
+bool fsdpc_unit_steps_in_backward(const fsdpc_unit *unit)
+{
+    return unit->backward_steps != NULL;
 }
 
 /* Buffers that are now too small are replaced when they are taken (fill.c). */
@@ -346,6 +354,11 @@ static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
 {
     const char *name = unit->layout->params[param].name;
     FSDPC_TRY(fsdpc_unit_end_step(unit));
+    if (unit->backward_steps)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "parameter '%s' of unit '%s' was frozen when step_in_backward() began: "
+                          "call step_in_backward(False), and begin it after unfreezing",
+                          name, unit->name);
     if (unit->grad_live || unit->buffer || unit->partial_live || unit->micro.n > 0 ||
         unit->reduction != FSDPC_REDUCTION_NONE)
         return fsdpc_fail(
@@ -355,7 +368,11 @@ static fsdpc_status train_frozen(fsdpc_unit *unit, int param)
             "gradients: call zero_grad() between the step and this forward",
             name, unit->name);
     size_t bytes = 0;
-    while (unit->n_trained < unit->layout->n_groups) {
+    if (!fsdpc_dtype_is_float(unit->layout->params[param].dtype))
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "parameter '%s' of unit '%s' is %s, and stays frozen",
+                          name, unit->name, fsdpc_dtype_name(unit->layout->params[param].dtype));
+    while (unit->n_trained < unit->layout->n_groups &&
+           fsdpc_dtype_is_float(unit->groups[unit->n_trained].plan->dtype)) {
         const fsdpc_unit_group *group = &unit->groups[unit->n_trained];
         fsdpc_group_plan sizes;
         FSDPC_TRY(fsdpc_plan_group(group->plan,

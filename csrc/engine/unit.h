@@ -143,6 +143,10 @@ fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out
  * call or until the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
 
+/* Returns whether an optimizer steps it inside backward (optim_backward.h). It then has no
+ * gradients after backward. */
+bool fsdpc_unit_steps_in_backward(const fsdpc_unit *unit);
+
 /* Memory that a frontend provides for unsharded parameters. `take` calls place_unsharded with an
  * address for each flat group; the addresses are valid until `give`. Both functions may run on any
  * thread. */

@@ -61,6 +61,21 @@ typedef struct fsdpc_unit_group {
     fsdpc_work gather, reduce;
 } fsdpc_unit_group;
 
+/* Steps units as soon as their gradients are reduced (optim_backward.c), and lends them the memory
+ * of their gradient shards until then. */
+typedef struct fsdpc_backward_steps fsdpc_backward_steps;
+struct fsdpc_backward_steps {
+    /* Called before a unit's first gradient of a backward; finds errors that all ranks make. */
+    fsdpc_status (*open)(fsdpc_backward_steps *self, fsdpc_unit *unit);
+    /* Lends memory before a reduction writes it. *busy_out: a unit whose reduction must be finished
+     * first, because it has the memory; NULL: done. */
+    fsdpc_status (*lend)(fsdpc_backward_steps *self, fsdpc_unit *unit, fsdpc_unit **busy_out);
+    /* Steps a unit whose gradients are reduced, and takes the memory back. */
+    fsdpc_status (*step)(fsdpc_backward_steps *self, fsdpc_unit *unit);
+    /* Returns its units to steps after backward. */
+    fsdpc_status (*leave)(fsdpc_backward_steps *self);
+};
+
 struct fsdpc_unit {
     /* Identity. Written by unit.c; root.c writes id, root and offsets. */
     int id; /* order within the root; -1 before there is one */
@@ -104,6 +119,7 @@ struct fsdpc_unit {
     /* A pending step. Written by optim_step.c; epoch.c and gather.c write `copy_in_later`. */
     fsdpc_pending *pending; /* NULL: none */
     bool puts_off;          /* the step that is about to begin will be pending on this rank */
+    const void *swapped;    /* the optimizer whose averages the masters are now; NULL: none */
     bool copy_in_later;     /* until the next gather: slices may be copied in after the step's
                              * epoch */
     _Atomic int exports;    /* tensors on its gradients and states, which keep its steps from being
@@ -135,6 +151,8 @@ struct fsdpc_unit {
     bool hidden;       /* the sum being reduced stays invisible (no_sync) */
     bool forget;       /* gradients were zeroed meanwhile: the sum is discarded */
     bool fresh;        /* this backward has reduced, and had no earlier gradient to add to */
+    fsdpc_backward_steps *backward_steps; /* written by optim_backward.c; NULL: none */
+    uint64_t stepped_in; /* the model's backward in which `backward_steps` last stepped it */
 
     /* Accumulate. Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;

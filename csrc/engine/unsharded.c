@@ -75,7 +75,6 @@ void fsdpc_unsharded_remove(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out)
 {
-    const fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     size_t bytes = 0;
     FSDPC_TRY(fsdpc_unit_end_step(unit));
@@ -83,8 +82,6 @@ fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out)
         fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
-            if (!fsdpc_slice_is_of(band, root->comm->rank))
-                continue;
             const unsigned char *from = fsdpc_unit_masters(unit, group, band, band->shard_offset);
             FSDPC_TRY(
                 fsdpc_flat_cast(fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),

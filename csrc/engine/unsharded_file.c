@@ -30,10 +30,9 @@ static uint32_t crc_of(const fsdpc_unit *unit)
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
-            if (fsdpc_slice_is_of(band, unit->root->comm->rank))
-                crc = fsdpc_crc32c(crc,
-                                   fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
-                                   band->numel * fsdpc_dtype_bytes(group->param_dtype));
+            crc =
+                fsdpc_crc32c(crc, fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
+                             band->numel * fsdpc_dtype_bytes(group->param_dtype));
         }
     }
     return crc;

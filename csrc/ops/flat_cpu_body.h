@@ -46,6 +46,7 @@
 #include "ops/flat_round_body.h"
 #include "ops/flat_step_body.h"
 #include "ops/flat_init_body.h"
+#include "ops/flat_factored_body.h"
 
 const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .name = FSDPC_FLAT_NAME,
@@ -65,4 +66,5 @@ const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .init = flat_init,
     .encode = flat_encode,
     .decode = flat_decode,
+    .factored = flat_factored,
 };

@@ -100,6 +100,12 @@ static fsdpc_status null_init(const fsdpc_init_args *args, fsdpc_stream *stream)
     return FSDPC_OK;
 }
 
+static fsdpc_status null_factored(const fsdpc_factored_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
+    return FSDPC_OK;
+}
+
 static const fsdpc_flat_ops null_ops = {
     .name = "null",
     .cast = null_cast,
@@ -118,6 +124,7 @@ static const fsdpc_flat_ops null_ops = {
     .init = null_init,
     .encode = null_code,
     .decode = null_code,
+    .factored = null_factored,
 };
 
 const fsdpc_flat_ops *fsdpc_flat_ops_null(void)

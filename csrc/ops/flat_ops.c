@@ -10,6 +10,9 @@
 
 #include "base/size.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 enum { PART_NUMEL_MIN = 1 << 15, PARTS_PER_THREAD = 4 };
 
 const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa)
@@ -22,6 +25,25 @@ const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa)
 #endif
     (void)isa;
     return &fsdpc_flat_ops_portable;
+}
+
+fsdpc_status fsdpc_flat_same_bytes(const void *a, const void *b, size_t bytes, bool *equal_io,
+                                   fsdpc_stream *stream)
+{
+    if (!stream->device->remote) {
+        *equal_io = *equal_io && memcmp(a, b, bytes) == 0;
+        return FSDPC_OK;
+    }
+    char *copies = malloc(fsdpc_max_size(2 * bytes, 1));
+    if (!copies)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to compare %zu bytes", bytes);
+    fsdpc_status st = fsdpc_device_copy(stream->device, copies, a, bytes, NULL);
+    if (st == FSDPC_OK)
+        st = fsdpc_device_copy(stream->device, copies + bytes, b, bytes, NULL);
+    if (st == FSDPC_OK)
+        *equal_io = *equal_io && memcmp(copies, copies + bytes, bytes) == 0;
+    free(copies);
+    return st;
 }
 
 typedef struct split {

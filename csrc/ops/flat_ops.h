@@ -2,7 +2,8 @@
  *
  * There is one table per device and instruction set. Callers use fsdpc_flat_*(…, stream), never a
  * slot. Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless stated otherwise. Buffers
- * need only be aligned to their elements, but are fastest if aligned to 64 bytes. `dst` and `src`
+ * need only be aligned to their elements, but are fastest if aligned to 64 bytes. Casts copy, and
+ * equal compares, other dtypes if both are the same. `dst` and `src`
  * may be equal (in place) if their elements have equal size, but must not partly overlap.
  *
  * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals are kept). Sums use
@@ -12,7 +13,10 @@
 #ifndef FSDPC_OPS_FLAT_OPS_H
 #define FSDPC_OPS_FLAT_OPS_H
 
+#include <string.h>
+
 #include "device/device.h"
+#include "ops/factored.h"
 #include "ops/flat_norm.h"
 #include "ops/flat_step.h"
 
@@ -95,6 +99,8 @@ typedef struct fsdpc_flat_ops {
     /* Block codes and maxima of values, and the reverse. Optional slots. */
     fsdpc_status (*encode)(const fsdpc_code_args *args, fsdpc_stream *stream);
     fsdpc_status (*decode)(const fsdpc_code_args *args, fsdpc_stream *stream);
+    /* A pass of Adafactor over a matrix. An optional slot, which the engine looks at. */
+    fsdpc_status (*factored)(const fsdpc_factored_args *args, fsdpc_stream *stream);
 } fsdpc_flat_ops;
 
 /* Returns the CPU's table for an instruction set (the best kernels up to that set). */
@@ -113,6 +119,9 @@ static inline fsdpc_status fsdpc_flat_cast(void *dst, fsdpc_dtype dst_dtype, con
                                            fsdpc_dtype src_dtype, size_t numel,
                                            fsdpc_stream *stream)
 {
+    if (dst_dtype == src_dtype && !fsdpc_dtype_is_float(dst_dtype))
+        return fsdpc_device_copy(stream->device, dst, src, numel * fsdpc_dtype_bytes(dst_dtype),
+                                 stream);
     return stream->device->flat->cast(dst, dst_dtype, src, src_dtype, numel, stream);
 }
 
@@ -192,10 +201,17 @@ static inline fsdpc_status fsdpc_flat_step(const fsdpc_step_args *args, fsdpc_st
     return stream->device->flat->step(args, stream);
 }
 
+/* Clears *equal_io if bytes differ; those of a remote device are copied to the host. */
+fsdpc_status fsdpc_flat_same_bytes(const void *a, const void *b, size_t bytes, bool *equal_io,
+                                   fsdpc_stream *stream);
+
 static inline fsdpc_status fsdpc_flat_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                                             fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                                             fsdpc_stream *stream)
 {
+    if (dst_dtype == src_dtype && !fsdpc_dtype_is_float(dst_dtype))
+        return fsdpc_flat_same_bytes(dst, src, numel * fsdpc_dtype_bytes(dst_dtype), equal_io,
+                                     stream);
     return stream->device->flat->equal(dst, dst_dtype, src, src_dtype, numel, equal_io, stream);
 }
 

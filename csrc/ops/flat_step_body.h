@@ -115,7 +115,8 @@ FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, 
                               fsdpc_vf_load_as_n(at->grad, i, kind.grad, n), s);
     for (int state = 0; state < n_states; state++)
         fsdpc_vf_store_n(at->states[state] + i, s[state], n);
-    fsdpc_vf_store_as_n(at->param, i, kind.param, p, n);
+    if (kind.rule != FSDPC_RULE_AVERAGE)
+        fsdpc_vf_store_as_n(at->param, i, kind.param, p, n);
     return kind.param == FSDPC_BF16 ? fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(p)) : p;
 }
 

@@ -30,6 +30,7 @@ static fsdpc_status orthogonalize(const fsdpc_matrix_args *args, double a, doubl
                                               .c = c,
                                               .eps = args->hyper->eps,
                                               .steps = (int)args->hyper->ns_steps,
+                                              .in_bf16 = args->hyper->ns_bf16,
                                               .scale = scale};
     return fsdpc_orthogonalize(&orthogonal, stream);
 }

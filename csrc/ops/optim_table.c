@@ -91,6 +91,34 @@ static void matrix_refuse(const fsdpc_hyper *hyper, char *why, size_t bytes)
         snprintf(why, bytes, "ns_steps is a whole number of iterations, got %g", hyper->ns_steps);
 }
 
+/* ---- Adafactor ---- */
+
+static fsdpc_step_rule adafactor_rule(const fsdpc_hyper *hyper)
+{
+    (void)hyper;
+    return FSDPC_RULE_VARIANCE;
+}
+
+/* A beta2_decay above 0, which users cannot set, leaves the state as it is. */
+static void adafactor_scalars(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k)
+{
+    k->add_square = hyper->beta2_decay > 0 ? 0 : pow((double)step, hyper->beta2_decay);
+    k->eps = hyper->eps1;
+    k->minus_step = -1;
+}
+
+/* ---- EMA ---- */
+
+static fsdpc_step_rule ema_rule(const fsdpc_hyper *hyper)
+{
+    return hyper->swap ? FSDPC_RULE_SWAP : FSDPC_RULE_AVERAGE;
+}
+
+static void ema_scalars(const fsdpc_hyper *hyper, int64_t step, fsdpc_step_scalars *k)
+{
+    k->add_gradient = step == 1 ? 1 : 1 - hyper->decay;
+}
+
 /* ---- The table ---- */
 
 const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
@@ -123,7 +151,7 @@ const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
                              .scalars = rmsprop_scalars},
     [FSDPC_OPTIM_MUON] = {.name = "Muon",
                           .hypers = "lr momentum nesterov weight_decay eps ns_steps ns_a ns_b ns_c "
-                                    "match_rms_adamw ",
+                                    "match_rms_adamw ns_bf16 ",
                           .states = {"momentum_buffer"},
                           .rule = matrix_rule,
                           .decoupled = true,
@@ -136,6 +164,17 @@ const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
                                     .decoupled = true,
                                     .scalars = matrix_scalars,
                                     .refuse = matrix_refuse},
+    [FSDPC_OPTIM_ADAFACTOR] = {.name = "Adafactor",
+                               .hypers = "lr beta2_decay eps1 eps2 d weight_decay maximize ",
+                               .states = {"variance"},
+                               .rule = adafactor_rule,
+                               .decoupled = true,
+                               .scalars = adafactor_scalars},
+    [FSDPC_OPTIM_EMA] = {.name = "EMA",
+                         .hypers = "decay swap ",
+                         .states = {"average"},
+                         .rule = ema_rule,
+                         .scalars = ema_scalars},
 };
 
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)

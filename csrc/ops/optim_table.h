@@ -18,8 +18,15 @@
  *     Muon     b = momentum b + (1 - momentum) g;  nesterov: b' = momentum b + (1 - momentum) g;
  *              p -= lr decay p;  p -= lr update(b or b'), of whole matrices
  *     OrthogonalSGD  the same with another update
+ *     EMA      a = decay a + (1 - decay) p, or p the first time;  swap: a and p are exchanged
  *
- * The last two are matrix rules: matrix_rules.h has their updates.
+ *     Adafactor  w = step^beta2_decay;  r, c = means of g^2 by row and by column, each moved by w;
+ *              u = g / max(sqrt(r c / max(mean(r), eps1)), eps1);  or, for vectors, v moved to g^2
+ *              by w and u = g / max(sqrt(v), eps1);  p -= lr decay p;
+ *              p -= max(eps2, rms(p)) min(lr, 1 / sqrt(step)) / max(1, rms(u) / d) u
+ *
+ * Muon and OrthogonalSGD are matrix rules: matrix_rules.h has their updates. Adafactor's step is in
+ * engine/optim_factored.h. EMA reads no gradient; its arithmetic is that of torch.lerp.
  */
 #ifndef FSDPC_OPS_OPTIM_TABLE_H
 #define FSDPC_OPS_OPTIM_TABLE_H
@@ -38,6 +45,8 @@ typedef enum fsdpc_optim_kind {
     FSDPC_OPTIM_RMSPROP,
     FSDPC_OPTIM_MUON,
     FSDPC_OPTIM_ORTHOGONAL_SGD,
+    FSDPC_OPTIM_ADAFACTOR,
+    FSDPC_OPTIM_EMA,
     FSDPC_OPTIM_KINDS
 } fsdpc_optim_kind;
 
@@ -58,7 +67,14 @@ enum { FSDPC_OPTIM_MAX_STATES = 3 };
     X(double, ns_a, -INFINITY, INFINITY)                                                           \
     X(double, ns_b, -INFINITY, INFINITY)                                                           \
     X(double, ns_c, -INFINITY, INFINITY)                                                           \
+    X(double, beta2_decay, -INFINITY, 0x1p-1074)                                                   \
+    X(double, eps1, -1, INFINITY) /* -1: the epsilon of the parameter's dtype */                   \
+    X(double, eps2, 0, INFINITY)                                                                   \
+    X(double, d, 1, INFINITY)                                                                      \
+    X(double, decay, 0, 1)                                                                         \
+    X(bool, swap, 0, 2)                                                                            \
     X(bool, match_rms_adamw, 0, 2)                                                                 \
+    X(bool, ns_bf16, 0, 2)                                                                         \
     X(bool, centered, 0, 2)                                                                        \
     X(bool, nesterov, 0, 2)                                                                        \
     X(bool, amsgrad, 0, 2)                                                                         \

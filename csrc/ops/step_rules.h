@@ -40,7 +40,10 @@
     X(RMSPROP_MOMENTUM, rmsprop_momentum, 2)                                                       \
     X(RMSPROP_CENTERED, rmsprop_centered, 3)                                                       \
     X(AHEAD, ahead, 1)                                                                             \
-    X(GIVEN, given, 0)
+    X(GIVEN, given, 0)                                                                             \
+    X(VARIANCE, variance, 1)                                                                       \
+    X(AVERAGE, average, 1)                                                                         \
+    X(SWAP, swap, 1)
 
 typedef enum fsdpc_step_rule {
 #define X(NAME, function, states) FSDPC_RULE_##NAME,
@@ -61,6 +64,12 @@ static inline int fsdpc_rule_states(fsdpc_step_rule rule)
     return 0;
 }
 
+/* Returns whether a rule uses the gradient; averages of weights do not. */
+static inline bool fsdpc_rule_reads_gradient(fsdpc_step_rule rule)
+{
+    return rule != FSDPC_RULE_AVERAGE && rule != FSDPC_RULE_SWAP;
+}
+
 /* Returns whether a state is a mean of squares, which is never negative. */
 static inline bool fsdpc_rule_has_square(fsdpc_step_rule rule, int state)
 {
@@ -78,10 +87,12 @@ static inline bool fsdpc_rule_has_square(fsdpc_step_rule rule, int state)
 }
 
 /* Returns whether the states may be block codes (block_code.h). A maximum over all steps would not
- * survive repeated rounding, nor would a difference of states stay positive. */
+ * survive repeated rounding, nor would a difference of states stay positive; an average is as
+ * precise as the parameter. */
 static inline bool fsdpc_rule_takes_codes(fsdpc_step_rule rule)
 {
-    return rule != FSDPC_RULE_AMSGRAD && rule != FSDPC_RULE_RMSPROP_CENTERED;
+    return rule != FSDPC_RULE_AMSGRAD && rule != FSDPC_RULE_RMSPROP_CENTERED &&
+           fsdpc_rule_reads_gradient(rule);
 }
 
 /* The scalars of a step, in whichever precision. */
@@ -195,6 +206,16 @@ STEP_FN STEP_VALUE step_rmsprop_centered(const STEP_SCALARS *k, STEP_VALUE p, ST
     return step_fused_by(s[1], k->minus_step, p);
 }
 
+/* Adafactor for vectors: replaces p, which is not the parameter but an element of the update, by
+ * the gradient divided by its root mean square. */
+STEP_FN STEP_VALUE step_variance(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, STEP_VALUE *s)
+{
+    (void)p;
+    if (k->add_square != 0)
+        s[0] = step_towards(s[0], g * g, k->add_square);
+    return g / step_most(step_root(s[0]), g * 0 + k->eps);
+}
+
 /* Matrix rules (matrix_rules.h), before the update of the whole matrix: replaces p, which is not
  * the parameter but a row of the matrix, by the momentum, or by the momentum one step ahead. */
 STEP_FN STEP_VALUE step_ahead(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, STEP_VALUE *s)
@@ -209,6 +230,24 @@ STEP_FN STEP_VALUE step_given(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g,
 {
     (void)s;
     return step_fused_by(g, k->minus_step, p * k->keep);
+}
+
+/* Moves the average towards the parameter. */
+STEP_FN STEP_VALUE step_average(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, STEP_VALUE *s)
+{
+    (void)g;
+    s[0] = step_towards(s[0], p, k->add_gradient);
+    return p;
+}
+
+/* Exchanges the average and the parameter. */
+STEP_FN STEP_VALUE step_swap(const STEP_SCALARS *k, STEP_VALUE p, STEP_VALUE g, STEP_VALUE *s)
+{
+    STEP_VALUE average = s[0];
+    (void)k;
+    (void)g;
+    s[0] = p;
+    return average;
 }
 
 /* Returns the updated parameter and updates the states. */

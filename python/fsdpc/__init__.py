@@ -64,6 +64,7 @@ from fsdpc.distributed import (
 )
 from fsdpc.nn.module import deferred_init
 from fsdpc.nn.parameter import full_grad, full_tensor
+from fsdpc.optim.ema import EMA
 from fsdpc.planning.estimate import TrainingCost, estimate, estimate_activations, training_cost
 from fsdpc.planning.memory_plan import MemoryPlan, memory_plan
 from fsdpc.planning.schedule import Schedule, schedule
@@ -180,22 +181,21 @@ _FROM = {  # name -> its module, imported when any of its names is first used
 __all__ = [
     "all_gather", "all_reduce", "amp", "arange", "audit", "Audited", "barrier", "bfloat16", "bool_",
     "broadcast", "checkpoint", "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_",
-    "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "empty", "empty_like",
-    "enable_grad", "estimate", "estimate_activations", "eye", "find_batch_size", "FlightRecorder",
-    "float16", "float32", "float64", "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule",
-    "full", "full_grad", "full_like", "full_tensor", "fully_shard", "functional",
-    "get_default_device", "grad_norms", "graph_step", "GraphStep", "init", "init_device_mesh",
-    "int32", "int64", "is_grad_enabled", "is_initialized", "launch", "linspace", "local_rank",
-    "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats", "MemoryPlan",
-    "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
+    "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "EMA", "empty",
+    "empty_like", "enable_grad", "estimate", "estimate_activations", "eye", "find_batch_size",
+    "FlightRecorder", "float16", "float32", "float64", "flops_per_token", "from_dlpack",
+    "from_numpy", "FSDPModule", "full", "full_grad", "full_like", "full_tensor", "fully_shard",
+    "functional", "get_default_device", "grad_norms", "graph_step", "GraphStep", "init",
+    "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized", "launch", "linspace",
+    "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
+    "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
     "OffloadPolicy", "ones", "ones_like", "optim", "PeerError", "PerformanceTracker", "plan",
     "PlanOptions", "Plans", "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn",
     "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule",
     "schedule", "set_default_device", "set_num_threads", "sharding_layout", "ShardingLayout",
-    "ShardingStrategy", "show_config",
-    "shutdown", "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
-    "summon_full_params", "tensor", "Tensor", "training_cost", "TrainingCost", "TrainingStabilizer",
-    "uint8", "world_size", "wrap", "zeros", "zeros_like",
+    "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
+    "Stabilized", "StabilizerOptions", "summon_full_params", "tensor", "Tensor", "training_cost",
+    "TrainingCost", "TrainingStabilizer", "uint8", "world_size", "wrap", "zeros", "zeros_like",
 ]  # fmt: skip
 
 

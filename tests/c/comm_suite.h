@@ -225,7 +225,7 @@ static void extrema_carry_nan(rank_context *self)
     }
 }
 
-/* A layout as the engine's: bands cut evenly, and whole parameters of owners between them. */
+/* A layout as the engine's: bands cut evenly, with gaps between them. */
 enum { SLICES = 6 };
 
 static size_t random_slices(unsigned *seed, int size, fsdpc_slice *slices, size_t *shard_numel_out)
@@ -234,11 +234,8 @@ static size_t random_slices(unsigned *seed, int size, fsdpc_slice *slices, size_
     for (int i = 0; i < SLICES; i++) {
         size_t numel =
             rand_r(seed) % 4 == 0 ? (size_t)rand_r(seed) % 3 : (size_t)rand_r(seed) % 900;
-        int owner = rand_r(seed) % 3 == 0 ? (int)((unsigned)rand_r(seed) % (unsigned)size) : -1;
-        slices[i] = (fsdpc_slice){
-            .unsharded_offset = at, .numel = numel, .shard_offset = shard, .owner = owner};
-        at += owner < 0 ? numel * (size_t)size : numel;
-        at += (size_t)rand_r(seed) % 70;
+        slices[i] = (fsdpc_slice){.unsharded_offset = at, .numel = numel, .shard_offset = shard};
+        at += numel * (size_t)size + (size_t)rand_r(seed) % 70;
         shard += numel + (size_t)rand_r(seed) % 3;
     }
     *shard_numel_out = shard;
@@ -259,10 +256,7 @@ static void check_shard(rank_context *self, const reduction *r, const void *shar
     size_t wrong = 0;
     for (int i = 0; i < SLICES; i++) {
         const fsdpc_slice *slice = &r->slices[i];
-        if (!r->all && slice->owner >= 0 && slice->owner != self->rank)
-            continue;
-        size_t first = slice->unsharded_offset;
-        first += slice->owner < 0 && !r->all ? (size_t)self->rank * slice->numel : 0;
+        size_t first = slice->unsharded_offset + (r->all ? 0 : (size_t)self->rank * slice->numel);
         for (size_t j = 0; j < slice->numel; j++) {
             double values[RANKS_MAX];
             unsigned char one[8];
@@ -351,7 +345,7 @@ static void several_sums(rank_context *self)
     const fsdpc_coll_sum sums[] = {{.n_ranks = 1, .shard = first},
                                    {.n_ranks = self->size - 1, .shard = rest, .accumulate = true},
                                    {.from = rest, .shard = first, .accumulate = true}};
-    const fsdpc_slice slice = {.numel = N, .owner = -1};
+    const fsdpc_slice slice = {.numel = N};
     fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                      .what = "sums",
                      .stream = self->stream,
@@ -386,7 +380,6 @@ static void pipelined(rank_context *self)
     float *shards = calloc(DEPTH * N, sizeof *shards), *sums = malloc(DEPTH * N * sizeof *sums);
     fsdpc_slice slice = none;
     slice.numel = N;
-    slice.owner = -1;
     for (int b = 0; b < DEPTH; b++)
         EXPECT_OK(self, fsdpc_buffer_create(self->comm, N * 4 * (size_t)self->size, &buffers[b]));
     for (int b = 0; b < DEPTH; b++) {
@@ -428,7 +421,7 @@ static void pipelined(rank_context *self)
 static void run_ahead(rank_context *self)
 {
     fsdpc_param_buffer *param_buffer;
-    fsdpc_slice slice = {.numel = 16, .owner = -1};
+    fsdpc_slice slice = {.numel = 16};
     EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
     for (int n = 0; n < 3 * FSDPC_SHM_RING + self->rank; n++) {
         if (n < 3 * FSDPC_SHM_RING)
@@ -446,7 +439,7 @@ static void run_ahead(rank_context *self)
 /* What another transport moves: no memory is named, nothing of ours is touched. */
 static void agreements(rank_context *self)
 {
-    fsdpc_slice slice = {.numel = 1000, .owner = -1};
+    fsdpc_slice slice = {.numel = 1000};
     for (int kind = FSDPC_COLL_GATHER; kind <= FSDPC_COLL_BARRIER; kind++)
         EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = (fsdpc_coll_kind)kind,
                                                                  .what = "elsewhere",

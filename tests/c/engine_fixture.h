@@ -24,6 +24,7 @@
 #include "engine/root_internal.h"
 #include "engine/sched.h"
 #include "ops/flat_ops.h"
+#include "ops/nn_ops.h"
 
 enum { RIG_UNITS = 6, RIG_RANKS = 4 };
 
@@ -89,6 +90,7 @@ static inline fsdpc_status rig_memory(rig *r, bool null_device)
     } else {
         FSDPC_TRY(fsdpc_device_cpu_create(r->mem, NULL, fsdpc_isa_best(), 0, &r->device));
         r->device->flat = fsdpc_flat_ops_cpu(fsdpc_isa_best());
+        r->device->nn = fsdpc_nn_ops_cpu(fsdpc_isa_best());
     }
     return fsdpc_trace_create(4096, &r->trace);
 }

@@ -14,7 +14,7 @@ static fsdpc_status add_units(rig *r, bool band_per_param)
         rig_spec("scalar", FSDPC_F32, 0, 0, 0, 0)};
     for (int u = 0; u < 2; u++) {
         fsdpc_unit_options options = rig_options(r, u ? "a" : "root");
-        options.layout.band_per_param = band_per_param;
+        options.band_per_param = band_per_param;
         FSDPC_TRY(rig_add(r, &options, specs, N_PARAMS));
     }
     return rig_root(r);
@@ -288,7 +288,7 @@ static void test_layouts(void)
     const int worlds[] = {1, 3, 64, 1000};
     for (int w = 0; w < 4; w++) {
         fsdpc_layout *layout;
-        CHECK_OK(fsdpc_layout_create(&conv, 1, worlds[w], &(fsdpc_layout_options){0}, &layout));
+        CHECK_OK(fsdpc_layout_create(&conv, 1, worlds[w], false, &layout));
         fsdpc_exact_sum sum = {0};
         for (int rank = worlds[w] - 1; rank >= 0; rank--) {
             fsdpc_exact_sum mine = {0};

@@ -45,7 +45,7 @@ static void run_rank(int rank, int size)
     CHECK_OK(fsdpc_param_buffer_copied_in(param_buffer));
     CHECK_OK(fsdpc_param_buffer_copy_in_wait(param_buffer, NULL));
 
-    fsdpc_slice slice = {.numel = 100, .owner = -1};
+    fsdpc_slice slice = {.numel = 100};
     fsdpc_work gather = {0}, reduce = {0};
     float shard[100];
     for (int j = 0; j < 100 * size; j++)
@@ -118,7 +118,7 @@ static void test_patience(bool orders)
     fsdpc_buffer *buffer;
     CHECK_OK(fsdpc_buffer_create(comm, (size_t)1 << 20, &buffer));
     float shard[1] = {7};
-    fsdpc_slice slice = {.numel = 1, .owner = -1};
+    fsdpc_slice slice = {.numel = 1};
     fsdpc_coll sum = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                       .buffer = buffer,
                       .slices = &slice,

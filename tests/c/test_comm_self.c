@@ -62,8 +62,8 @@ static void test_collectives(fixture *f)
     for (int j = 0; j < 100; j++)
         grads[j] = fsdpc_f32_to_bf16((float)j);
     float shard[64];
-    fsdpc_slice slices[] = {{.unsharded_offset = 10, .numel = 50, .shard_offset = 3, .owner = -1},
-                            {.unsharded_offset = 70, .numel = 5, .shard_offset = 55, .owner = 0}};
+    fsdpc_slice slices[] = {{.unsharded_offset = 10, .numel = 50, .shard_offset = 3},
+                            {.unsharded_offset = 70, .numel = 5, .shard_offset = 55}};
     fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                      .stream = f->stream,
                      .dtype = FSDPC_BF16,
@@ -101,7 +101,7 @@ static void test_checks(fixture *f)
     fsdpc_param_buffer *param_buffer;
     CHECK_OK(fsdpc_buffer_create(f->comm, 400, &buffer));
     CHECK_OK(fsdpc_param_buffer_create(f->comm, 400, &param_buffer));
-    fsdpc_slice slice = {.unsharded_offset = 50, .numel = 51, .owner = -1};
+    fsdpc_slice slice = {.unsharded_offset = 50, .numel = 51};
     float shard[128];
     fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                      .what = "layers.3",
@@ -116,9 +116,6 @@ static void test_checks(fixture *f)
     slice.numel = SIZE_MAX - 20;
     CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "memory");
     slice.numel = 1;
-    slice.owner = 1;
-    CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "owner");
-    slice.owner = -1;
     op.offset = 2;
     CHECK_FAILS(fsdpc_comm_run(f->comm, &op), FSDPC_ERR_VALUE, "multiple");
     op.offset = 404;

@@ -140,7 +140,7 @@ static void late_gathers_meet(rank_context *self)
 {
     fsdpc_param_buffer *param_buffer;
     EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 4096, &param_buffer));
-    fsdpc_slice slice = {.numel = 32, .owner = -1};
+    fsdpc_slice slice = {.numel = 32};
     fsdpc_coll gather = {.kind = FSDPC_COLL_GATHER,
                          .unit = 1,
                          .what = "embed",
@@ -212,7 +212,7 @@ static void operations_differ(rank_context *self)
         fsdpc_param_buffer_destroy(param_buffer);
         return;
     }
-    fsdpc_slice slice = {.numel = 32, .owner = -1};
+    fsdpc_slice slice = {.numel = 32};
     fsdpc_coll gather = {
         .kind = FSDPC_COLL_GATHER, .unit = 1, .what = "embed", .param_buffer = param_buffer};
     gather.slices = &slice;
@@ -304,7 +304,7 @@ static void abandoned_reduction(rank_context *self)
     EXPECT_OK(self, fsdpc_param_buffer_create(self->comm, 64, &param_buffer));
     EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4096, &buffer));
     fsdpc_status status = begin(param_buffer, &forward, "root");
-    fsdpc_slice slice = {.numel = 32, .owner = -1};
+    fsdpc_slice slice = {.numel = 32};
     if (self->rank == 1) {
         EXPECT_OK(self, status);
         expect_abandoned(self, begin(param_buffer, &forward, "root"), "rank 1 abandoned");

@@ -78,7 +78,7 @@ typedef struct life {
 static fsdpc_status live_until_somebody_dies(rank_context *self, life *mine)
 {
     fsdpc_epoch_note note = {.bits = FSDPC_EPOCH_CHANGED}, all;
-    fsdpc_slice slice = {.numel = 64, .owner = -1};
+    fsdpc_slice slice = {.numel = 64};
     enum { MANY = 3000000 };
     FSDPC_TRY(fsdpc_param_buffer_create(self->comm, 8192, &mine->param_buffer));
     FSDPC_TRY(fsdpc_buffer_create(self->comm, 8192, &mine->buffer));

@@ -30,6 +30,9 @@ static const optimizer optimizers[] = {
     {"RMSprop", FSDPC_OPTIM_RMSPROP, {MEAN, .weight_decay = 0.1, .maximize = true}},
     {"RMSprop momentum", FSDPC_OPTIM_RMSPROP, {MEAN, .momentum = 0.8}},
     {"RMSprop centered", FSDPC_OPTIM_RMSPROP, {MEAN, .momentum = 0.5, .centered = true}},
+    {"EMA", FSDPC_OPTIM_EMA, {.decay = 0.9}},
+    {"EMA, quick", FSDPC_OPTIM_EMA, {.decay = 0.3}},
+    {"EMA swap", FSDPC_OPTIM_EMA, {.decay = 0.9, .swap = true}},
 };
 enum { OPTIMIZERS = sizeof optimizers / sizeof optimizers[0] };
 
@@ -92,6 +95,10 @@ static void reference_step(reference *r, const fsdpc_step_args *a, double g)
         double square = h->centered ? r->m - r->most * r->most : r->m;
         r->v = h->momentum * r->v + g / (sqrt(square) + h->eps);
         r->p -= h->lr * r->v;
+    } else if (a->kind == FSDPC_OPTIM_EMA) {
+        double average = r->m;
+        r->m = h->swap || a->step == 1 ? r->p : h->decay * r->m + (1 - h->decay) * r->p;
+        r->p = h->swap ? average : r->p;
     } else if (a->kind == FSDPC_OPTIM_LION) {
         double ahead = h->beta1 * r->m + (1 - h->beta1) * g;
         r->p -= h->lr * (double)((ahead > 0) - (ahead < 0));
@@ -358,7 +365,7 @@ static void test_keys(rig *r)
 
 static void test_nonfinite(rig *r)
 {
-    for (int o = 0; o < OPTIMIZERS; o++) {
+    for (int o = 0; o < OPTIMIZERS && optimizers[o].kind != FSDPC_OPTIM_EMA; o++) {
         for (int narrow = 0; narrow < 2; narrow++) {
             scene s = scene_create(20);
             fsdpc_step_args a = args_for(&s, &optimizers[o], 20, 1);

@@ -9,8 +9,7 @@ static fsdpc_status add_mixed(rig *r, bool no_alias)
 {
     fsdpc_param_spec specs[] = {
         rig_spec("w", FSDPC_F32, 2, 7, 33, 0), rig_spec("h", FSDPC_BF16, 2, 9, 64, 0),
-        rig_spec("b", FSDPC_F32, 1, 5, 0, 0), rig_spec("whole", FSDPC_F32, 2, 3, 3, 0)};
-    specs[3].whole = true;
+        rig_spec("b", FSDPC_F32, 1, 5, 0, 0), rig_spec("few rows", FSDPC_F32, 2, 3, 3, 0)};
     FSDPC_TRY(rig_add_units(r, 1, no_alias));
     fsdpc_unit_options options = rig_options(r, "mixed");
     options.no_alias = no_alias;

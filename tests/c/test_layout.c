@@ -6,8 +6,6 @@
 
 enum { MAX_SPECS = 12 };
 
-static const fsdpc_layout_options plain = {0}, even = {.band_per_param = true};
-
 /* Elements of padding in the unsharded parameters of all groups, over real ones. */
 static double padding_of(const fsdpc_layout *layout)
 {
@@ -41,11 +39,6 @@ static void check_place(const fsdpc_layout *layout, int param, const char *what)
     CHECK_NOTE(place->unsharded_offset >= band->unsharded_offset, "%s", what);
     CHECK_NOTE(band->unsharded_offset % 64 == 0 && band->shard_offset % 64 == 0, "%s", what);
     CHECK_NOTE(place->unsharded_offset % 64 == 0, "%s", what);
-    if (band->owner >= 0) {
-        CHECK_NOTE(at == 0 && band->numel == place->numel && band->owner < layout->ranks, "%s",
-                   what);
-        return;
-    }
     CHECK_NOTE(row > 0 && at % (row / gcd(row, 64) * 64) == 0, "%s: starts at %zu, rows of %zu",
                what, at, row);
     CHECK_NOTE(band->numel % row == 0, "%s: a slice is whole rows", what);
@@ -68,13 +61,9 @@ static void check_local_shards(const fsdpc_layout *layout, int param, const char
         CHECK_NOTE(local.first == next, "%s: rank %d begins at %zu, not %zu", what, rank,
                    local.first, next);
         next = local.first + local.numel;
-        if (band->owner < 0) {
-            CHECK_NOTE(local.first % place->row_numel == 0, "%s: cut inside a row", what);
-            CHECK_NOTE(local.numel % place->row_numel == 0 || next == place->numel,
-                       "%s: cut inside a row", what);
-        } else {
-            CHECK_NOTE(rank == band->owner && local.numel == place->numel, "%s", what);
-        }
+        CHECK_NOTE(local.first % place->row_numel == 0, "%s: cut inside a row", what);
+        CHECK_NOTE(local.numel % place->row_numel == 0 || next == place->numel,
+                   "%s: cut inside a row", what);
         CHECK_NOTE(local.shard_offset >= band->shard_offset &&
                        local.shard_offset + local.numel <= band->shard_offset + band->numel,
                    "%s: rank %d's piece leaves its slice", what, rank);
@@ -110,7 +99,7 @@ static void check_bands(const fsdpc_layout *layout, const char *what)
         size_t unsharded = 0, shard = 0;
         for (size_t b = 0; b < group->n_bands; b++) {
             const fsdpc_slice *band = &group->bands[b];
-            size_t ranks = band->owner < 0 ? (size_t)layout->ranks : 1, end = 0, row = 0;
+            size_t ranks = (size_t)layout->ranks, end = 0, row = 0;
             for (int i = 0; i < layout->n_params; i++) {
                 const fsdpc_place *place = &layout->params[i];
                 if (place->group != g || place->band != (int)b)
@@ -128,7 +117,7 @@ static void check_bands(const fsdpc_layout *layout, const char *what)
                        what);
             unsharded = band->unsharded_offset + ranks * band->numel;
             shard = band->shard_offset + band->numel;
-            if (band->owner < 0 && end > 0)
+            if (end > 0)
                 CHECK_NOTE(ranks * band->numel < end + row + (ranks - 1) * row,
                            "%s: slices of %zu for %zu elements", what, band->numel, end);
         }
@@ -201,24 +190,18 @@ static void check_chunks(const fsdpc_layout *layout, int param, const char *what
     }
 }
 
-static void check_layout(const fsdpc_param_spec *specs, int n, int ranks,
-                         const fsdpc_layout_options *options, const char *what)
+static void check_layout(const fsdpc_param_spec *specs, int n, int ranks, bool band_per_param,
+                         const char *what)
 {
     fsdpc_layout *layout = NULL, *again = NULL;
-    CHECK_OK(fsdpc_layout_create(specs, n, ranks, options, &layout));
-    CHECK_OK(fsdpc_layout_create(specs, n, ranks, options, &again));
+    CHECK_OK(fsdpc_layout_create(specs, n, ranks, band_per_param, &layout));
+    CHECK_OK(fsdpc_layout_create(specs, n, ranks, band_per_param, &again));
     CHECK_NOTE(same(layout, again), "%s", what);
-    int next_owner = options->first_owner % ranks;
     for (int i = 0; i < n; i++) {
         check_place(layout, i, what);
         check_local_shards(layout, i, what);
-        CHECK_NOTE((band_of(layout, i)->owner >= 0) == specs[i].whole, "%s", what);
-        if (options->band_per_param && !specs[i].whole)
+        if (band_per_param)
             check_chunks(layout, i, what);
-        if (!specs[i].whole || layout->n_groups > 1)
-            continue; /* with several groups owners go round in order of placing, too */
-        CHECK_NOTE(band_of(layout, i)->owner == next_owner, "%s: owners go round", what);
-        next_owner = (next_owner + 1) % ranks;
     }
     check_apart(layout, what);
     check_sides(layout, what);
@@ -233,10 +216,8 @@ static void random_spec(uint64_t *state, fsdpc_param_spec *spec)
 {
     static const size_t dims[] = {0, 1, 2, 3, 5, 8, 17, 48, 63, 64, 65, 100, 128, 192};
     static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_F32, FSDPC_F32, FSDPC_BF16, FSDPC_F64};
-    *spec = (fsdpc_param_spec){.name = "p",
-                               .dtype = dtypes[rig_random(state) % 5],
-                               .ndim = (int)(rig_random(state) % 5),
-                               .whole = rig_random(state) % 6 == 0};
+    *spec = (fsdpc_param_spec){
+        .name = "p", .dtype = dtypes[rig_random(state) % 5], .ndim = (int)(rig_random(state) % 5)};
     for (int d = 0; d < spec->ndim; d++) {
         size_t pick = rig_random(state) % 24; /* zeros are rarer, the first dim is longer */
         spec->shape[d] = d >= 2      ? 1 + pick % 7
@@ -255,11 +236,9 @@ static void test_random(void)
         for (int i = 0; i < n; i++)
             random_spec(&state, &specs[i]);
         int ranks = worlds[rig_random(&state) % 10];
-        const fsdpc_layout_options options = {.first_owner = (int)(rig_random(&state) % 9),
-                                              .band_per_param = round % 3 == 0};
         char what[64];
         snprintf(what, sizeof what, "round %d, %d parameters, %d ranks", round, n, ranks);
-        check_layout(specs, n, ranks, &options, what);
+        check_layout(specs, n, ranks, round % 3 == 0, what);
     }
 }
 
@@ -269,7 +248,7 @@ static void test_small(void)
 {
     fsdpc_param_spec scalar = rig_spec("scalar", FSDPC_F32, 0, 0, 0, 0);
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(&scalar, 1, 4, &plain, &layout));
+    CHECK_OK(fsdpc_layout_create(&scalar, 1, 4, false, &layout));
     CHECK(layout->params[0].numel == 1);
     CHECK(fsdpc_layout_local_shard(layout, 0, 0).numel == 1);
     for (int rank = 1; rank < 4; rank++)
@@ -280,18 +259,18 @@ static void test_small(void)
     fsdpc_param_spec empty[] = {rig_spec("rows", FSDPC_F32, 2, 0, 7, 0),
                                 rig_spec("columns", FSDPC_F32, 2, 7, 0, 0),
                                 rig_spec("x", FSDPC_F32, 1, 3, 0, 0)};
-    CHECK_OK(fsdpc_layout_create(empty, 3, 3, &plain, &layout));
+    CHECK_OK(fsdpc_layout_create(empty, 3, 3, false, &layout));
     CHECK(layout->real_numel == 3);
     for (int rank = 0; rank < 3; rank++)
         CHECK(fsdpc_layout_local_shard(layout, 2, rank).numel == 1);
     fsdpc_layout_destroy(layout);
 
-    CHECK_OK(fsdpc_layout_create(NULL, 0, 3, &plain, &layout));
+    CHECK_OK(fsdpc_layout_create(NULL, 0, 3, false, &layout));
     CHECK(layout->n_groups == 0 && padding_of(layout) == 0);
     fsdpc_layout_destroy(layout);
 
     fsdpc_param_spec uneven = rig_spec("w", FSDPC_F32, 2, 7, 10, 0);
-    CHECK_OK(fsdpc_layout_create(&uneven, 1, 3, &plain, &layout)); /* 3 + 3 + 1 rows */
+    CHECK_OK(fsdpc_layout_create(&uneven, 1, 3, false, &layout)); /* 3 + 3 + 1 rows */
     CHECK(fsdpc_layout_local_shard(layout, 0, 0).numel == 30);
     CHECK(fsdpc_layout_local_shard(layout, 0, 1).first == 30);
     CHECK(fsdpc_layout_local_shard(layout, 0, 2).numel == 10);
@@ -302,32 +281,16 @@ static void test_refused(void)
 {
     fsdpc_layout *layout = NULL;
     fsdpc_param_spec bad = rig_spec("ids", FSDPC_I64, 1, 8, 0, 0);
-    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, &plain, &layout), FSDPC_ERR_DTYPE, "'ids'");
+    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, false, &layout), FSDPC_ERR_DTYPE, "'ids'");
     bad = rig_spec("deep", FSDPC_F32, 9, 1, 1, 1);
-    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, &plain, &layout), FSDPC_ERR_SHAPE, "9 dimensions");
+    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 2, false, &layout), FSDPC_ERR_SHAPE, "9 dimensions");
     bad = rig_spec("huge", FSDPC_F32, 3, SIZE_MAX / 2, 3, 1);
-    fsdpc_status status = fsdpc_layout_create(&bad, 1, 2, &plain, &layout);
+    fsdpc_status status = fsdpc_layout_create(&bad, 1, 2, false, &layout);
     CHECK(status < 0);
     bad = rig_spec("x", FSDPC_F32, 1, 8, 0, 0);
-    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 0, &plain, &layout), FSDPC_ERR_VALUE,
+    CHECK_FAILS(fsdpc_layout_create(&bad, 1, 0, false, &layout), FSDPC_ERR_VALUE,
                 "at least one rank");
     CHECK(layout == NULL);
-}
-
-static void test_whole(void)
-{
-    fsdpc_param_spec specs[5];
-    for (int i = 0; i < 5; i++) {
-        specs[i] = rig_spec("w", FSDPC_F32, 2, 5, 9, 0);
-        specs[i].whole = i != 2;
-    }
-    const fsdpc_layout_options second = {.first_owner = 2};
-    fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(specs, 5, 3, &second, &layout));
-    const int owners[] = {2, 0, -1, 1, 2};
-    for (int i = 0; i < 5; i++)
-        CHECK(band_of(layout, i)->owner == owners[i]);
-    fsdpc_layout_destroy(layout);
 }
 
 /* Frozen groups come last, and no band has parameters of both kinds. */
@@ -339,7 +302,7 @@ static void test_frozen(void)
         specs[i].frozen = i < 4 && i != 1;
     }
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(specs, 5, 3, &(fsdpc_layout_options){0}, &layout));
+    CHECK_OK(fsdpc_layout_create(specs, 5, 3, false, &layout));
     CHECK(layout->n_groups == 3 && layout->n_trained == 1);
     const int groups[] = {1, 0, 1, 2, 0};
     for (int i = 0; i < 5; i++)
@@ -361,7 +324,7 @@ static void test_refinement(void)
     } cases[] = {{2, (size_t)28672 * 4096}, {8, (size_t)28672 * 4096}, {64, 4096}, {3, 4096}};
     for (size_t i = 0; i < 4; i++) {
         fsdpc_layout *layout;
-        CHECK_OK(fsdpc_layout_create(experts, 2, cases[i].ranks, &plain, &layout));
+        CHECK_OK(fsdpc_layout_create(experts, 2, cases[i].ranks, false, &layout));
         CHECK_NOTE(layout->params[0].row_numel == cases[i].row, "%d ranks: %zu", cases[i].ranks,
                    layout->params[0].row_numel);
         CHECK(layout->params[0].leaf_numel == 64);
@@ -373,7 +336,7 @@ static void test_refinement(void)
         .name = "conv", .dtype = FSDPC_F32, .ndim = 4, .shape = {512, 511, 3, 3}};
     for (int ranks = 4; ranks <= 1000; ranks += 996) {
         fsdpc_layout *layout;
-        CHECK_OK(fsdpc_layout_create(&conv, 1, ranks, &plain, &layout));
+        CHECK_OK(fsdpc_layout_create(&conv, 1, ranks, false, &layout));
         CHECK(layout->params[0].row_numel == (ranks == 4 ? 511 * 9 : 256));
         CHECK(layout->params[0].leaf_numel == 1);
         fsdpc_layout_destroy(layout);
@@ -381,22 +344,22 @@ static void test_refinement(void)
     /* rows of dim 1 that are multiples of 64 but not of 256 */
     fsdpc_param_spec narrow = rig_spec("narrow", FSDPC_F32, 3, 8, 2048, 320);
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(&narrow, 1, 64, &plain, &layout));
+    CHECK_OK(fsdpc_layout_create(&narrow, 1, 64, false, &layout));
     CHECK(layout->params[0].row_numel == 256 && layout->params[0].leaf_numel == 64);
     fsdpc_layout_destroy(layout);
     /* rows that are no longer than that are left alone */
     fsdpc_param_spec kernels = {
         .name = "kernels", .dtype = FSDPC_F32, .ndim = 4, .shape = {64, 4, 7, 7}};
-    CHECK_OK(fsdpc_layout_create(&kernels, 1, 1024, &plain, &layout));
+    CHECK_OK(fsdpc_layout_create(&kernels, 1, 1024, false, &layout));
     CHECK(layout->params[0].row_numel == 4 * 49 && layout->params[0].leaf_numel == 4);
     fsdpc_layout_destroy(layout);
     /* two dimensions are never cut finer than rows, and small waste is left alone */
     fsdpc_param_spec head = rig_spec("head", FSDPC_F32, 2, 768, 50257, 0);
-    CHECK_OK(fsdpc_layout_create(&head, 1, 1024, &plain, &layout));
+    CHECK_OK(fsdpc_layout_create(&head, 1, 1024, false, &layout));
     CHECK(layout->params[0].row_numel == 50257);
     fsdpc_layout_destroy(layout);
     fsdpc_param_spec small = rig_spec("small", FSDPC_F32, 3, 2, 64, 64);
-    CHECK_OK(fsdpc_layout_create(&small, 1, 8, &plain, &layout));
+    CHECK_OK(fsdpc_layout_create(&small, 1, 8, false, &layout));
     CHECK(layout->params[0].row_numel == 64 * 64);
     fsdpc_layout_destroy(layout);
 }
@@ -408,7 +371,7 @@ static void test_one_dimension(void)
         rig_spec("w", FSDPC_F32, 2, 10, 64, 0), rig_spec("a", FSDPC_F32, 1, 10, 0, 0),
         rig_spec("column", FSDPC_F32, 2, 7, 1, 0), rig_spec("b", FSDPC_F32, 1, 70, 0, 0)};
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(specs, 4, 4, &plain, &layout)); /* a: 0, column: 64, b: 128 */
+    CHECK_OK(fsdpc_layout_create(specs, 4, 4, false, &layout)); /* a: 0, column: 64, b: 128 */
     CHECK(layout->params[1].row_numel == 1 && layout->params[1].leaf_numel == 1);
     CHECK(layout->params[1].band != layout->params[0].band);
     CHECK(layout->params[1].band == layout->params[2].band);
@@ -425,18 +388,16 @@ static void test_one_dimension(void)
 /* A band per parameter: torch's even chunks, also of what the ordinary layout would cut finer. */
 static void test_band_per_param(void)
 {
-    fsdpc_param_spec specs[] = {
-        rig_spec("a", FSDPC_F32, 1, 10, 0, 0), rig_spec("b", FSDPC_F32, 1, 10, 0, 0),
-        rig_spec("up", FSDPC_F32, 3, 8, 28672, 4096), rig_spec("w", FSDPC_F32, 2, 5, 9, 0)};
-    specs[3].whole = true;
+    fsdpc_param_spec specs[] = {rig_spec("a", FSDPC_F32, 1, 10, 0, 0),
+                                rig_spec("b", FSDPC_F32, 1, 10, 0, 0),
+                                rig_spec("up", FSDPC_F32, 3, 8, 28672, 4096)};
     fsdpc_layout *layout;
-    CHECK_OK(fsdpc_layout_create(specs, 4, 3, &even, &layout));
-    CHECK(layout->n_groups == 1 && layout->groups[0].n_bands == 4);
+    CHECK_OK(fsdpc_layout_create(specs, 3, 3, true, &layout));
+    CHECK(layout->n_groups == 1 && layout->groups[0].n_bands == 3);
     CHECK(layout->params[2].row_numel == (size_t)28672 * 4096);
     for (int param = 0; param < 2; param++)
         for (int rank = 0; rank < 3; rank++)
             CHECK(fsdpc_layout_local_shard(layout, param, rank).numel == (rank < 2 ? 4 : 2));
-    CHECK(band_of(layout, 3)->owner == 0);
     fsdpc_layout_destroy(layout);
 }
 
@@ -485,14 +446,14 @@ static void test_real_models(void)
         }
         for (size_t w = 0; w < sizeof worlds / sizeof *worlds; w++) {
             fsdpc_layout *layout;
-            CHECK_OK(fsdpc_layout_create(specs, models[m].n, worlds[w], &plain, &layout));
+            CHECK_OK(fsdpc_layout_create(specs, models[m].n, worlds[w], false, &layout));
             double padding = padding_of(layout);
             CHECK_NOTE(padding <= models[m].bound, "%s over %d ranks: %.4f", models[m].name,
                        worlds[w], padding);
             fsdpc_layout_destroy(layout);
         }
-        check_layout(specs, models[m].n, 64, &plain, models[m].name);
-        check_layout(specs, models[m].n, 64, &even, models[m].name);
+        check_layout(specs, models[m].n, 64, false, models[m].name);
+        check_layout(specs, models[m].n, 64, true, models[m].name);
     }
 }
 
@@ -501,7 +462,6 @@ int main(void)
     test_random();
     test_small();
     test_refused();
-    test_whole();
     test_frozen();
     test_refinement();
     test_one_dimension();

@@ -28,7 +28,7 @@ static fsdpc_status add_unit(rig *r, const scene *s, bool band_per_param)
     options.cast_params = options.cast_reduce = true;
     options.param_dtype = s->param_buffer;
     options.reduce_dtype = FSDPC_F32;
-    options.layout.band_per_param = band_per_param;
+    options.band_per_param = band_per_param;
     FSDPC_TRY(rig_add(r, &options, specs, N_PARAMS));
     for (int p = 0; p < N_PARAMS; p++) {
         float unsharded[NUMEL];
@@ -386,8 +386,70 @@ static void test_rootless(void)
     rig_close(&r);
 }
 
+/* ---- averages ---- */
+
+static bool masters_are(const rig *r, float factor)
+{
+    size_t wrong = 0;
+    for (int p = 0; p < N_PARAMS; p++) {
+        fsdpc_local_shard local;
+        const float *master = fsdpc_unit_master(r->units[0], p, &local);
+        for (size_t i = 0; i < local.numel; i++)
+            wrong += master[i] != factor * start_of(p, local.first + i);
+    }
+    return wrong == 0;
+}
+
+/* Masters times 3: 0.25 start + 0.75 * 3 start is exact. An update begins no epoch; a swap begins
+ * one, is its own inverse, counts no step and is refused to others until then. */
+static void test_average(void)
+{
+    const fsdpc_hyper move = {.decay = 0.25}, swap = {.swap = true};
+    scene s = {FSDPC_F32, FSDPC_BF16, FSDPC_OPTIM_EMA, FSDPC_F32};
+    rig r;
+    fsdpc_optim *ema, *other;
+    CHECK_OK(rig_open(&r, 1, false));
+    CHECK_OK(add_unit(&r, &s, false));
+    CHECK_OK(fsdpc_unit_set_trainable(r.units[0], 4, false));
+    CHECK_OK(fsdpc_optim_create(FSDPC_OPTIM_EMA, r.device, NULL, &ema));
+    CHECK_OK(make_optim(&r, &(scene){.kind = FSDPC_OPTIM_ADAMW, .state = FSDPC_F32}, &other));
+    for (int p = 0; p < N_PARAMS; p++)
+        CHECK_OK(fsdpc_optim_add(ema, r.units[0], p, 0));
+    CHECK_OK(fsdpc_optim_set_hyper(ema, 0, &move));
+    uint64_t epoch = r.root->param_buffer->epoch;
+    CHECK_OK(fsdpc_optim_step(ema));
+    for (int p = 0; p < N_PARAMS; p++) {
+        fsdpc_local_shard local;
+        float *master = fsdpc_unit_master(r.units[0], p, &local);
+        for (size_t i = 0; i < local.numel; i++)
+            master[i] *= 3;
+    }
+    CHECK_OK(fsdpc_optim_step(ema));
+    CHECK(r.root->param_buffer->epoch == epoch && masters_are(&r, 3));
+    CHECK_OK(fsdpc_optim_set_hyper(ema, 0, &swap));
+    CHECK_OK(fsdpc_optim_step(ema));
+    fsdpc_local_shard frozen;
+    float *fixed = fsdpc_unit_master(r.units[0], 4, &frozen); /* has no average */
+    for (size_t i = 0; i < frozen.numel; i++)
+        fixed[i] *= 2.5f / 3;
+    CHECK(r.root->param_buffer->epoch == epoch + 1 && masters_are(&r, 2.5f));
+    CHECK_FAILS(fsdpc_optim_step(other), FSDPC_ERR_STATE, "unit 'u' are exchanged");
+    CHECK_OK(fsdpc_optim_step(ema));
+    int64_t steps[2];
+    CHECK_OK(fsdpc_optim_step_count(ema, r.units[0], 0, &steps[0]));
+    CHECK_OK(fsdpc_optim_step_count(ema, r.units[0], 4, &steps[1]));
+    CHECK(steps[0] == 2 && steps[1] == 0 && masters_are(&r, 3) == (frozen.numel == 0));
+    CHECK_OK(fsdpc_optim_step(other));
+    CHECK_OK(fsdpc_optim_step(ema));
+    fsdpc_optim_destroy(ema); /* takes its mark along */
+    CHECK_OK(fsdpc_optim_step(other));
+    fsdpc_optim_destroy(other);
+    rig_close(&r);
+}
+
 int main(void)
 {
+    test_average();
     test_steps();
     test_carried();
     test_refused();

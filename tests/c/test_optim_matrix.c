@@ -51,7 +51,7 @@ static fsdpc_status add_unit(rig *r, const scene *s, int first, int n)
         specs[p].frozen = first + p == STEPPED;
     }
     fsdpc_unit_options options = rig_options(r, "u");
-    options.layout.band_per_param = s->even;
+    options.band_per_param = s->even;
     FSDPC_TRY(rig_add(r, &options, specs, n));
     fsdpc_unit *unit = r->units[r->n_units - 1];
     for (int p = 0; p < n; p++) {

@@ -2,21 +2,34 @@
  *
  * Tolerance. Coefficients (1.5, -0.5, 0) converge to the polar factor, whose residual X X' - I is
  * then that of fp32 products. Muon's amplify a rounding by up to 3.4445 per iteration: 3.4445^5
- * units of 2^-24 times the products' own gamma (k units each), which 2e-4 covers for k <= 300.
+ * units of 2^-24 times the products' own gamma (k units each), which 2e-4 covers for k <= 300. In
+ * bf16, X, G and P are rounded to 2^-9 of themselves; 0.02 is twice the largest error seen.
  */
 #include <math.h>
 
 #include "base/size.h"
 #include "base/team.h"
 #include "check.h"
+#include "ops/flat_ops.h"
+#include "ops/nn_ops.h"
 #include "ops/orthogonal.h"
 
 typedef struct rig {
-    fsdpc_device device;
-    fsdpc_stream stream;
+    fsdpc_device *device;
+    fsdpc_stream *stream;
 } rig;
 
 static const double muon[3] = {3.4445, -4.775, 2.0315}, cubic[3] = {1.5, -0.5, 0};
+
+static rig rig_of(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa)
+{
+    rig r;
+    CHECK_OK(fsdpc_device_cpu_create(mem, team, isa, 0, &r.device));
+    r.device->flat = fsdpc_flat_ops_cpu(isa);
+    r.device->nn = fsdpc_nn_ops_cpu(isa);
+    r.stream = fsdpc_device_main(r.device);
+    return r;
+}
 
 static uint32_t seed = 1;
 
@@ -97,12 +110,13 @@ static void run(rig *r, fsdpc_orthogonal_args *args, float *x)
     memset(work, 0xff, fsdpc_orthogonal_work(args->rows, args->cols) * sizeof *work); /* NaN */
     args->x = x;
     args->work = work;
-    CHECK_OK(fsdpc_orthogonalize(args, &r->stream));
+    CHECK_OK(fsdpc_orthogonalize(args, r->stream));
     free(work);
 }
 
-static void test_shapes(rig *r)
+static void test_shapes(rig *r, bool in_bf16)
 {
+    const double most = in_bf16 ? 0.02 : 2e-4;
     static const size_t shapes[][2] = {{1, 1},   {1, 9},   {9, 1},    {2, 2},    {3, 70},
                                        {70, 3},  {16, 16}, {17, 33},  {33, 17},  {64, 64},
                                        {5, 300}, {300, 5}, {100, 40}, {40, 100}, {128, 129}};
@@ -113,12 +127,15 @@ static void test_shapes(rig *r)
         memcpy(given, x, numel * sizeof *x);
         fsdpc_orthogonal_args args = args_of(rows, cols, muon, 5 - (int)(s % 2));
         args.scale = s % 3 ? 1 : 0.25;
+        args.in_bf16 = in_bf16;
         plain(&args, x, want);
         run(r, &args, x);
         for (size_t i = 0; i < numel; i++)
             worst = fmax(worst, fabs(x[i] - want[i]));
-        CHECK_NOTE(worst <= 2e-4, "%s, %zu x %zu: off by %g", fsdpc_isa_name(r->device.isa), rows,
+        CHECK_NOTE(worst <= most, "%s, %zu x %zu: off by %g", fsdpc_isa_name(r->device->isa), rows,
                    cols, worst);
+        for (size_t i = 0; in_bf16 && args.scale == 1 && i < numel; i++)
+            CHECK(fsdpc_bf16_to_f32(fsdpc_f32_to_bf16(x[i])) == x[i]);
         run(r, &args, given); /* again: the same bits */
         CHECK(memcmp(given, x, numel * sizeof *x) == 0);
         free(x);
@@ -174,7 +191,7 @@ static void test_special(rig *r)
             CHECK(fabsf(x[i] - (i % 12 == 0)) <= 1e-6f);
     }
     args = args_of(6, 0, muon, 5); /* nothing to do */
-    CHECK_OK(fsdpc_orthogonalize(&args, &r->stream));
+    CHECK_OK(fsdpc_orthogonalize(&args, r->stream));
 }
 
 static void test_threads(rig *r)
@@ -185,9 +202,9 @@ static void test_threads(rig *r)
     memcpy(same, x, 200 * 150 * sizeof *x);
     fsdpc_orthogonal_args args = args_of(200, 150, muon, 5);
     run(r, &args, x);
-    r->device.team = team;
-    run(r, &args, same);
-    r->device.team = NULL;
+    rig with_team = rig_of(r->device->mem, team, r->device->isa);
+    run(&with_team, &args, same);
+    fsdpc_device_destroy(with_team.device);
     CHECK(memcmp(x, same, 200 * 150 * sizeof *x) == 0);
     fsdpc_team_destroy(team);
     free(x);
@@ -196,16 +213,17 @@ static void test_threads(rig *r)
 
 int main(void)
 {
-    rig r = {.device.isa = FSDPC_ISA_PORTABLE};
-    CHECK_OK(fsdpc_mem_create(&r.device.mem));
-    r.stream.device = &r.device;
+    fsdpc_mem *mem;
+    CHECK_OK(fsdpc_mem_create(&mem));
     for (int isa = 0; isa <= (int)fsdpc_isa_best(); isa++) {
-        r.device.isa = (fsdpc_isa)isa;
-        test_shapes(&r);
+        rig r = rig_of(mem, NULL, (fsdpc_isa)isa);
+        test_shapes(&r, false);
+        test_shapes(&r, true);
         test_residual(&r);
         test_special(&r);
         test_threads(&r);
+        fsdpc_device_destroy(r.device);
     }
-    fsdpc_mem_destroy(r.device.mem);
+    fsdpc_mem_destroy(mem);
     return check_report("orthogonal");
 }

@@ -47,7 +47,7 @@ static void play(rank_context *self, int hosts, int lanes)
     CHECK(all.bits == FSDPC_EPOCH_CHANGED && all.kind == 1);
     CHECK_OK(fsdpc_param_buffer_copied_in(param_buffer));
     CHECK_OK(fsdpc_param_buffer_copy_in_wait(param_buffer, NULL));
-    fsdpc_slice slice = {.numel = N, .owner = -1};
+    fsdpc_slice slice = {.numel = N};
     fsdpc_coll gather = {.kind = FSDPC_COLL_GATHER,
                          .epoch = param_buffer->epoch,
                          .param_buffer = param_buffer,

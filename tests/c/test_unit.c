@@ -47,11 +47,9 @@ static void test_write(fsdpc_dtype master, fsdpc_dtype given)
 static fsdpc_status init_and_collect(rig *r)
 {
     fsdpc_param_spec specs[] = {
-        rig_spec("w", FSDPC_F32, 2, 7, 10, 0), rig_spec("whole", FSDPC_F32, 2, 3, 5, 0),
+        rig_spec("w", FSDPC_F32, 2, 7, 10, 0), rig_spec("few rows", FSDPC_F32, 2, 3, 5, 0),
         rig_spec("h", FSDPC_BF16, 1, 100, 0, 0), rig_spec("scalar", FSDPC_F32, 0, 0, 0, 0)};
-    specs[1].whole = true;
     fsdpc_unit_options options = rig_options(r, "u");
-    options.layout.first_owner = 1;
     FSDPC_TRY(rig_add(r, &options, specs, 4));
     for (int p = 0; p < 4; p++)
         FSDPC_TRY(

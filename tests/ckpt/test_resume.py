@@ -230,5 +230,5 @@ def test_what_a_checkpoint_may_lack(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "none", state)
     checkpoint.load(tmp_path / "none", state, optional=("scaler",))
     assert state["scaler"].state_dict()["scale"] == 8.0
-    with pytest.raises(ValueError, match="'model' is not one of optimizer, scheduler"):
+    with pytest.raises(ValueError, match="'model' is not one of optimizer, ema, scheduler"):
         checkpoint.load(tmp_path / "none", state, optional=("model",))

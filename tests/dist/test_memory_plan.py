@@ -93,6 +93,27 @@ def test_plan_of_muon() -> None:
     assert plan == fsdpc.memory_plan(built, plan=blocks, optimizer="muon")
 
 
+@pytest.mark.ranks([1, 2, 3])
+def test_plan_of_adafactor() -> None:
+    """Means of rows and columns instead of states as large as the parameters, and work on them."""
+    before = fsdpc.memory_stats()
+    model = build(True, None, None)
+    plan = fsdpc.memory_plan(model, optimizer="adafactor")
+    optimizer = fsdpc.optim.Adafactor(model.parameters())
+    for step in range(2):
+        model(*batch(step, fsdpc.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = fsdpc.memory_stats()
+    for category in ("state", "staging"):
+        assert after[f"{category}_bytes"] - before[f"{category}_bytes"] == getattr(plan, category)
+    assert plan.state < 0.1 * fsdpc.memory_plan(model).state
+    with fsdpc.deferred_init():
+        built = Llama(CONFIG)
+    blocks = wrap.by_class(type(built.blocks()[0]))
+    assert plan == fsdpc.memory_plan(built, plan=blocks, optimizer="adafactor")
+
+
 @pytest.mark.ranks([1, 2])
 def test_plan_of_states_in_bf16() -> None:
     before = fsdpc.memory_stats()["state_bytes"]

@@ -81,7 +81,7 @@ def test_muon_splits_and_resumes_equal(tmp_path: Path) -> None:
     whole[-1] = str(other)
     whole += ["--ranks", "4", "--accumulate", "1", "--resume"]
     assert len(found) == 1 and begun == crc_of(tmp_path, *whole)
-    with pytest.raises(AssertionError, match="muon's momentum is fp32"):
+    with pytest.raises(AssertionError, match="muon's states are fp32"):
         crc_of(tmp_path, *common, "--state-dtype", "bf16")
 
 
@@ -111,3 +111,16 @@ def test_global_batches_do_not_depend_on_the_split() -> None:
             np.testing.assert_array_equal(mine, blocks[:, rank::world])
     with pytest.raises(ValueError, match="fewer than a global batch of 24"):
         GlobalBatchSampler(20, 0, 2, batch=3, accumulate=4)
+
+
+def test_averages_are_validated_and_resumed(tmp_path: Path) -> None:
+    """The same training; other losses of validation, which a resumed run has as well."""
+    common = ["--steps", "4", "--eval-bytes", "480", "--eval-every", "2", "--ranks", "2"]
+    plain = records_of(tmp_path, *common)
+    saved = [*common, "--checkpoint", str(tmp_path / "run"), "--save-every", "2"]
+    found = records_of(tmp_path, *saved, "--ema", "0.5")
+    assert [r.get("loss") for r in found] == [r.get("loss") for r in plain]
+    assert found[-1]["params_crc32c"] == plain[-1]["params_crc32c"]
+    assert found[-1]["val_loss"] != plain[-1]["val_loss"]
+    shutil.rmtree(tmp_path / "run" / "step-00000004")
+    assert records_of(tmp_path, *saved, "--resume")[-1] == found[-1]  # the option is kept

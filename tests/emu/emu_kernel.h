@@ -117,6 +117,14 @@ template <typename T> inline T atomicAdd(T *at, T x)
 {
     return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
 }
+template <typename T> inline T atomicMax(T *at, T x)
+{
+    T old = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (old < x &&
+           !__atomic_compare_exchange_n(at, &old, x, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return old;
+}
 template <typename T> inline T atomicCAS(T *at, T expected, T desired)
 {
     __atomic_compare_exchange_n(at, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

@@ -13,7 +13,7 @@ enum { AREA_BYTES = 1 << 20, MAIL_BYTES = 4 << 20, WINDOWS_MAX = 256 };
 
 #define EXPORT __attribute__((visibility("default")))
 
-typedef enum op_kind { GATHER, SCATTER, ALL_REDUCE, REDUCE, BROADCAST, SEND, RECV } op_kind;
+typedef enum op_kind { GATHER, SCATTER, ALL_REDUCE, BROADCAST, SEND, RECV } op_kind;
 
 typedef struct fake_op {
     op_kind kind;

@@ -390,13 +390,6 @@ fsdpc_nccl_result ncclAllReduce(const void *send, void *recv, size_t numel, fsdp
     return hold(comm, stream, (fake_op){ALL_REDUCE, send, recv, numel, type, red, 0});
 }
 
-fsdpc_nccl_result ncclReduce(const void *send, void *recv, size_t numel, fsdpc_nccl_type type,
-                             fsdpc_nccl_red red, int root, fsdpc_nccl_comm comm,
-                             cudaStream_t stream)
-{
-    return hold(comm, stream, (fake_op){REDUCE, send, recv, numel, type, red, root});
-}
-
 fsdpc_nccl_result ncclBroadcast(const void *send, void *recv, size_t numel, fsdpc_nccl_type type,
                                 int root, fsdpc_nccl_comm comm, cudaStream_t stream)
 {

@@ -200,10 +200,6 @@ static void chunk_take(void *arg)
     case ALL_REDUCE:
         join_ranks(c, 0, recv);
         break;
-    case REDUCE:
-        if (comm->rank == op->root)
-            join_ranks(c, 0, recv);
-        break;
     case BROADCAST:
         memcpy(recv, comm->all->areas[op->root], bytes);
         break;

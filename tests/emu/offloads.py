@@ -221,6 +221,30 @@ def planned(_: str) -> list[Any]:
     return result
 
 
+def averages(_: str) -> list[Any]:
+    """Which places give other averages, losses inside swap() or bits after it; held as planned?"""
+    found, held = [], []
+    for name in names():
+        gc.collect()
+        before = fsdpc.memory_stats()
+        model, optimizer = made(name, "bf16")
+        ema = fsdpc.EMA(model, 0.8)
+        seen: list[Any] = []
+        for step in range(4):
+            seen.append(train(model, optimizer, step, step + 1))
+            ema.update()
+            with ema.swap():
+                seen.append(float(model(*batch(9, 0))))
+        state = ema.state_dict()["averages"]
+        seen.append({name: value.numpy().tobytes().hex() for name, value in state.items()})
+        found.append((seen, everything(model, optimizer)))
+        after, plan = fsdpc.memory_stats(), fsdpc.memory_plan(model, ema=True)
+        held += [after[f"{kind}_bytes"] - before[f"{kind}_bytes"] == getattr(plan, kind)
+                 for kind in ("master", "state", "pinned")]
+        del model, optimizer, ema
+    return [differing(*found), all(held)]
+
+
 def refused(folder: str) -> list[str]:
     """The errors of what cannot be."""
     said = []

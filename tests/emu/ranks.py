@@ -52,7 +52,8 @@ def train(model: Any, name: str, micro_steps: int = MICRO_STEPS, whole: bool = F
     for module in model.modules() if whole else ():
         if isinstance(module, fsdpc.FSDPModule):
             module.set_gradient_divide_factor(micro_steps * fsdpc.world_size())
-    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = fsdpc.optim.AdamW(trained, lr=1e-2)
     losses, norms = [], []
     for step in range(STEPS):
         for micro in range(micro_steps):
@@ -123,6 +124,21 @@ def meshes(_: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"transport": fsdpc.distributed.world().transport, "losses": losses}
+
+
+def matrices(_: str) -> list[str]:
+    """Digests of a matrix stepped by Muon and Adafactor; every rank has the same gradients."""
+    found = []
+    for kind, options in (("Muon", {}), ("Muon", {"ns_dtype": "bfloat16"}), ("Adafactor", {})):
+        model = build("coded")
+        optimizer = getattr(fsdpc.optim, kind)(model.parameters(), lr=1e-2, **options)
+        for step in range(3):
+            model(*MODELS["coded"][1](np.random.default_rng(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        digest = hashlib.sha256(fsdpc.full_tensor(model.w).numpy().tobytes())
+        found.append(digest.hexdigest())
+    return found
 
 
 def ahead(_: str) -> dict[str, Any]:

@@ -64,6 +64,12 @@ def test_plan_is_the_peak(nccl: dict[str, str]) -> None:
         assert [plan["pinned"] > 0 for _, plan, _, _ in found] == [False] + [True] * 6
 
 
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_averages(environment_of: EnvironmentOf, world: str) -> None:
+    for found in ranks(environment_of(world), "averages", world):
+        assert found == [[], True]
+
+
 def test_what_cannot_be_is_refused(nccl: dict[str, str], tmp_path: Path) -> None:
     for said in ranks(nccl, "refused", "2", str(tmp_path)):
         for line, begins in zip(said, [

@@ -28,7 +28,7 @@ def ranks(environment: dict[str, str], *arguments: str, **more: str) -> list[Any
 
 def test_strategies_have_the_same_bits(nccl: dict[str, str]) -> None:
     """With two micro-steps, clipping and AdamW; a sum of two has one order."""
-    results = ranks(nccl, "strategies", "cuda", "2", "perceptron")
+    results = ranks(nccl, "strategies", "cuda", "2", "perceptron,qlora")
     for rank in results:
         assert rank.pop("transport") == "nccl"
         for variants in rank.values():
@@ -49,6 +49,13 @@ def test_units_on_different_meshes(nccl: dict[str, str]) -> None:
         assert (here["transport"], there["transport"]) == ("shm", "nccl")
         assert there["losses"] == pytest.approx(here["losses"], rel=1e-4)
         assert here["losses"][-1] < here["losses"][0]
+
+
+def test_steps_over_whole_matrices_have_the_bits_of_one_rank(nccl: dict[str, str]) -> None:
+    """Rows of a matrix meet by NCCL's broadcasts, and sums by column in its all-reduce."""
+    alone, *_ = ranks(nccl, "matrices", "cuda", "1")
+    assert ranks(nccl, "matrices", "cuda", "4") == [alone] * 4
+    assert len(set(alone)) == 3, "iterations are in one dtype"
 
 
 @EMULATION_ALONE

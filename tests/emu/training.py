@@ -13,7 +13,7 @@ import numpy as np
 
 import fsdpc
 from fsdpc import functional as F
-from fsdpc import nn
+from fsdpc import lora, nn
 from fsdpc.models import Llama
 from fsdpc.models.config import ModelConfig
 
@@ -76,6 +76,17 @@ def llama() -> Llama:
                              max_seq=16))
 
 
+def qlora() -> Llama:
+    """The same, with quantised layers and adapters."""
+    model = llama()
+    nn.quantize_(model, "nf4")
+    lora.apply(model, 4)
+    for p in lora.parameters(model):
+        if not p.detach().numpy().any():
+            nn.init.normal_(p, 0, 0.1)  # so that all have gradients
+    return model
+
+
 def words(rng: np.random.Generator) -> Batch:
     """Two sequences, and what follows each of their words."""
     ids = rng.integers(0, WORDS, (2, 17))
@@ -96,6 +107,9 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], Batch
     "llama": (llama, words), "perceptron": (Perceptron, rows),
     "weighted": (Weighted, numbers),
     "coded": (partial(Weighted, 10, 100), numbers),  # with states of a byte per element
+    "factored": (partial(Weighted, 10, 100), numbers),  # by Adafactor
+    "qlora": (qlora, words),
+    "muon": (llama, words), "muon-bf16": (llama, words),  # by Muon, with iterations in that dtype
 }
 
 
@@ -114,7 +128,15 @@ def train(name: str, dtype: str) -> dict[str, Any]:
     model = build(name, dtype)
     # Steps so small that they do not amplify what a CPU's kernels round otherwise than another's.
     states = fsdpc.optim.Int8(0) if name == "coded" else None
-    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-3, state_dtype=states)
+    if name.startswith("muon"):
+        ns_dtype = "bfloat16" if name == "muon-bf16" else "float32"
+        groups = fsdpc.optim.muon_groups(model, lr=3e-3)
+        optimizer: Any = fsdpc.optim.Muon(groups, lr=3e-3, ns_dtype=ns_dtype)
+    elif name == "factored":
+        optimizer = fsdpc.optim.Adafactor(model.parameters(), lr=3e-3)
+    else:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = fsdpc.optim.AdamW(trained, lr=3e-3, state_dtype=states)
     batch = MODELS[name][1](np.random.default_rng(0))
     losses, norms = [], []
     for _ in range(STEPS):
@@ -124,12 +146,18 @@ def train(name: str, dtype: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-    values = [fsdpc.full_tensor(p).numpy().ravel() for p in model.parameters()]
+    values = [fsdpc.full_tensor(p).numpy().ravel() for p in model.parameters()
+              if p.requires_grad]
     if name == "coded":
         held = fsdpc.optim.get_optimizer_state_dict(model, optimizer)
         fsdpc.optim.set_optimizer_state_dict(model, optimizer, held)  # encodes and decodes
         states = optimizer.state(model.w)
         values += [states[key].numpy().ravel() for key in ("exp_avg", "exp_avg_sq")]
+    elif name == "factored":
+        held = fsdpc.optim.get_optimizer_state_dict(model, optimizer)
+        fsdpc.optim.set_optimizer_state_dict(model, optimizer, held)
+        states = optimizer.state(model.w)
+        values += [states[key].numpy().ravel() for key in ("row_var", "col_var")]
     return {"losses": losses, "norms": norms, "values": np.concatenate(values).tolist()}
 
 

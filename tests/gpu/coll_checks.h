@@ -49,22 +49,17 @@ static inline unsigned char *fetch(const gpu_rank *r, const void *from, size_t b
 
 /* ---- Gathers ---- */
 
-enum { BANDS = 4 };
+enum { BANDS = 3 };
 
-/* A band, a parameter that one rank has whole, an empty one, another band. */
+/* A band, an empty one, another band. */
 static inline size_t bands(int size, size_t numel, fsdpc_slice *out)
 {
-    size_t n = (size_t)size, whole = numel + 3;
-    out[0] = (fsdpc_slice){.unsharded_offset = 0, .numel = numel, .shard_offset = 0, .owner = -1};
-    out[1] = (fsdpc_slice){
-        .unsharded_offset = n * numel, .numel = whole, .shard_offset = numel, .owner = size - 1};
-    out[2] = (fsdpc_slice){
-        .unsharded_offset = n * numel + whole, .shard_offset = numel + whole, .owner = -1};
-    out[3] = (fsdpc_slice){.unsharded_offset = n * numel + whole,
-                           .numel = 2 * numel + 1,
-                           .shard_offset = numel + whole,
-                           .owner = -1};
-    return n * numel + whole + n * (2 * numel + 1);
+    size_t n = (size_t)size;
+    out[0] = (fsdpc_slice){.numel = numel};
+    out[1] = (fsdpc_slice){.unsharded_offset = n * numel, .shard_offset = numel};
+    out[2] =
+        (fsdpc_slice){.unsharded_offset = n * numel, .numel = 2 * numel + 1, .shard_offset = numel};
+    return n * (3 * numel + 1);
 }
 
 static inline int owner_of(const fsdpc_slice *slices, size_t j)
@@ -73,9 +68,7 @@ static inline int owner_of(const fsdpc_slice *slices, size_t j)
         const fsdpc_slice *s = &slices[i];
         if (j < s->unsharded_offset)
             continue;
-        if (s->owner >= 0 && j < s->unsharded_offset + s->numel)
-            return s->owner;
-        if (s->owner < 0 && s->numel && (i == BANDS - 1 || j < slices[i + 1].unsharded_offset))
+        if (s->numel && (i == BANDS - 1 || j < slices[i + 1].unsharded_offset))
             return (int)((j - s->unsharded_offset) / s->numel);
     }
     return -1;
@@ -89,9 +82,7 @@ static inline void publish(gpu_rank *r, fsdpc_param_buffer *param_buffer, const 
     EXPECT_OK(r->self, fsdpc_param_buffer_epoch_wait(param_buffer, "root", &all));
     for (int i = 0; i < BANDS; i++) {
         const fsdpc_slice *s = &slices[i];
-        if (s->owner >= 0 && s->owner != r->self->rank)
-            continue;
-        size_t first = s->unsharded_offset + (s->owner < 0 ? (size_t)r->self->rank * s->numel : 0);
+        size_t first = s->unsharded_offset + (size_t)r->self->rank * s->numel;
         size_t element = fsdpc_dtype_bytes(dtype);
         unsigned char *to = param_buffer->offsets_only
                                 ? own + s->shard_offset * element
@@ -164,9 +155,7 @@ static inline void shard_check(const gpu_rank *r, const fsdpc_coll *op, int turn
     for (int i = 0; i < BANDS; i++) {
         const fsdpc_slice *s = &op->slices[i];
         bool all = op->kind == FSDPC_COLL_REDUCE_ALL;
-        if (!all && s->owner >= 0 && s->owner != rank)
-            continue;
-        size_t first = s->unsharded_offset + (!all && s->owner < 0 ? (size_t)rank * s->numel : 0);
+        size_t first = s->unsharded_offset + (all ? 0 : (size_t)rank * s->numel);
         for (size_t j = 0; j < s->numel; j++) {
             double expected = sum(size, first + j, turn) * op->scale;
             wrong += element_of(shard, s->shard_offset + j, op->shard_dtype) != expected;
@@ -342,7 +331,7 @@ static inline void pipelined(gpu_rank *r)
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_GRAD, DEPTH * NUMEL * 4, &shard));
     for (int d = 0; d < DEPTH; d++)
         EXPECT_OK(self, fsdpc_buffer_create(r->comm, 4 * NUMEL * RANKS_MAX, &buffers[d]));
-    fsdpc_slice slice = {.numel = NUMEL, .owner = -1};
+    fsdpc_slice slice = {.numel = NUMEL};
     for (int turn = 0; turn < TURNS; turn++) {
         fsdpc_work works[2 * DEPTH] = {0};
         for (int d = 0; d < DEPTH; d++) {
@@ -399,7 +388,7 @@ static inline void splits(gpu_rank *r)
     EXPECT_OK(self, fsdpc_buffer_create(row, NUMEL * 2 * 4, &grads));
     EXPECT_OK(self, fsdpc_buffer_create(column, NUMEL * 2 * 4, &partial));
     size_t own = NUMEL * 2 / (size_t)row->size;
-    fsdpc_slice band = {.numel = own, .owner = -1}, whole = {.numel = own, .owner = -1};
+    const fsdpc_slice band = {.numel = own};
     void *shard;
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_GRAD, NUMEL * 2 * 4, &shard));
     for (int turn = 0; turn < TURNS; turn++) {
@@ -417,7 +406,6 @@ static inline void splits(gpu_rank *r)
                          .scale = 1};
         EXPECT_OK(self, fsdpc_comm_run(row, &op));
         op.kind = FSDPC_COLL_REDUCE_ALL;
-        op.slices = &whole;
         op.buffer = partial;
         op.shard = shard;
         op.scale = 0.25;

@@ -35,7 +35,7 @@ static fsdpc_status no_memory(fsdpc_device *device, fsdpc_mem_kind kind, size_t 
  * given up, which the others are told. */
 static void full_device(rank_context *self)
 {
-    static const fsdpc_slice band = {.numel = 64, .owner = -1};
+    static const fsdpc_slice band = {.numel = 64};
     bool guilty = self->rank == self->size - 1;
     gpu_rank r;
     fsdpc_buffer *buffer;
@@ -90,7 +90,7 @@ typedef enum fault_case {
     FAULT_CASES,
 } fault_case;
 
-static const fsdpc_slice slice = {.numel = 64, .owner = -1};
+static const fsdpc_slice slice = {.numel = 64};
 
 static fsdpc_coll reduction(const gpu_rank *r, fsdpc_buffer *buffer, void *shard, int unit)
 {

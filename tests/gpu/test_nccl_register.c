@@ -8,11 +8,10 @@
 #include "emu_driver.h"
 #endif
 
-enum { NUMEL = 1500, MOST = 4, WINDOWS = 3 };
+enum { NUMEL = 1500, MOST = 4, WINDOWS = 3, BANDS = 2 };
 
-static const fsdpc_slice bands[] = {
-    {.numel = NUMEL, .owner = -1},
-    {.unsharded_offset = MOST * NUMEL, .numel = NUMEL, .shard_offset = NUMEL, .owner = 1}};
+static const fsdpc_slice bands[BANDS] = {
+    {.numel = NUMEL}, {.unsharded_offset = MOST * NUMEL, .numel = NUMEL, .shard_offset = NUMEL}};
 
 /* What a rank has to gather with: two windows onto one slot, and one that is alone. */
 typedef struct stage {
@@ -37,7 +36,7 @@ static float value_of(int rank, int i)
 
 static void stage_open(stage *s, rank_context *self)
 {
-    const size_t bytes = (MOST + 1) * NUMEL * sizeof(float);
+    const size_t bytes = 2 * MOST * NUMEL * sizeof(float);
     float host[2 * NUMEL];
     for (int i = 0; i < 2 * NUMEL; i++)
         host[i] = value_of(self->rank, i);
@@ -66,13 +65,13 @@ static void stage_close(stage *s)
 static void gather(stage *s, int w)
 {
     rank_context *self = s->r.self;
-    static _Thread_local float host[(MOST + 1) * NUMEL];
+    static _Thread_local float host[2 * MOST * NUMEL];
     fsdpc_coll op = {.kind = FSDPC_COLL_GATHER,
                      .unit = w,
                      .what = "layers.3",
                      .stream = s->r.gathers,
                      .slices = bands,
-                     .n_slices = 2,
+                     .n_slices = BANDS,
                      .param_buffer = s->param_buffer,
                      .send = s->shard,
                      .recv = s->windows[w]->memory};
@@ -81,10 +80,10 @@ static void gather(stage *s, int w)
     EXPECT_OK(self,
               fsdpc_device_copy(s->r.device, host, s->windows[w]->address, sizeof host, NULL));
     int wrong = 0;
-    for (int i = 0; i < self->size * NUMEL; i++)
+    for (int i = 0; i < self->size * NUMEL; i++) {
         wrong += host[i] != value_of(i / NUMEL, i % NUMEL);
-    for (int i = 0; i < NUMEL; i++)
-        wrong += host[MOST * NUMEL + i] != value_of(1, NUMEL + i);
+        wrong += host[MOST * NUMEL + i] != value_of(i / NUMEL, NUMEL + i % NUMEL);
+    }
     EXPECT(self, wrong == 0, "window %d: %d elements are wrong", w, wrong);
 }
 
@@ -158,7 +157,8 @@ static void test_each_way(int size)
         look_at_memory(&after);
         int in_place = (after.in_place - before.in_place) / size;
         int elsewhere = (after.elsewhere - before.elsewhere) / size;
-        CHECK_NOTE(in_place == (which >= FAILED ? 0 : 5) && in_place + elsewhere == 7,
+        CHECK_NOTE(in_place == (which >= FAILED ? 0 : 5 * BANDS) &&
+                       in_place + elsewhere == 7 * BANDS,
                    "way %d: %d gathers in place, %d not", (int)which, in_place, elsewhere);
     }
     hide_nccl_windows(false);

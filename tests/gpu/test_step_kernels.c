@@ -39,6 +39,8 @@ static const rule rules[] = {
     {"RMSprop, momentum",
      FSDPC_OPTIM_RMSPROP,
      {.lr = 1e-3, .alpha = 0.9, .eps = 1e-8, .momentum = 0.9}},
+    {"EMA", FSDPC_OPTIM_EMA, {.decay = 0.9}},
+    {"EMA, swap", FSDPC_OPTIM_EMA, {.swap = true}},
 };
 enum { RULES = sizeof rules / sizeof rules[0] };
 

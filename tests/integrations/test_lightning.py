@@ -27,11 +27,13 @@ import torch.distributed as dist  # noqa: E402
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric import strategies as fabric_strategies  # noqa: E402
 from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import fsdpc  # noqa: E402
+from fsdpc.integrations.lightning import WeightAveraging  # noqa: E402
 from fsdpc.torch import FSDPModule, fully_shard, optim  # noqa: E402
 from tests.torch.common import build, full, join_gloo  # noqa: E402
 
@@ -123,15 +125,17 @@ def batches() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
-def fitted(folder: Path, module: Lit, **options: Any) -> tuple[pl.Trainer, dict[str, Any]]:
+def fitted(
+    folder: Path, module: Lit, ckpt_path: Any = None, **options: Any
+) -> tuple[pl.Trainer, dict[str, Any]]:
     """The trainer and the unsharded parameters after two epochs."""
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=2, max_epochs=2, logger=False,
         strategy=ModelParallelStrategy(**SIZES) if module.sharded else DDPStrategy(),  # type: ignore[arg-type]
         plugins=[TorchElasticEnvironment()], enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, **options,
+        default_root_dir=folder, **{"enable_checkpointing": False, **options},
     )  # fmt: skip
-    trainer.fit(module, batches(), batches())
+    trainer.fit(module, batches(), batches(), ckpt_path=ckpt_path)
     return trainer, {k: full(v).detach().clone().float() for k, v in module.state_dict().items()}
 
 
@@ -211,6 +215,37 @@ def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
                 assert all(torch.equal(full(new[i][k]), full(v)) for k, v in each.items())
         half = run(ours(), 2, precision="bf16-mixed")[1]
         assert_close(values(half), expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.ranks(2, init=False, timeout=300)
+def test_averages_of_weights(tmp_path: Path) -> None:
+    """Losses of validation and parameters as Lightning's callback on a plain model; a resume."""
+
+    class Fails(Lit):
+        def validation_step(self, batch: Any, index: int) -> None:
+            if self.trainer.global_step > 0:
+                self.inside = self.net.last.weight.full_tensor()
+                raise ZeroDivisionError
+
+    def saves(name: str) -> Any:
+        return ModelCheckpoint(tmp_path / name, filename="{epoch}", save_top_k=-1)
+
+    with joined(tmp_path):
+        theirs = EMAWeightAveraging(use_buffers=False, decay=0.8)
+        trainer, plain = fitted(tmp_path, Lit(False), callbacks=[theirs])
+        options = {"enable_checkpointing": True, "callbacks": [WeightAveraging(0.8), saves("a")]}
+        ours, found = fitted(tmp_path, Lit(True), **options)
+        assert_close(found, plain)
+        want, got = trainer.callback_metrics["val"], ours.callback_metrics["val"]
+        torch.testing.assert_close(got, want, **CLOSE)
+        options["callbacks"] = [WeightAveraging(0.8), saves("b")]
+        again = fitted(tmp_path, Lit(True), ckpt_path=tmp_path / "a" / "epoch=0.ckpt", **options)[1]
+        assert_close(again, found, rtol=0, atol=0)
+        module, callback = Fails(True), WeightAveraging(0.8)
+        with pytest.raises(ZeroDivisionError):
+            fitted(tmp_path, module, callbacks=[callback])
+        averages = callback._average_model.state_dict()["averages"]  # type: ignore[union-attr]
+        assert torch.equal(averages["net.last.weight"], module.inside)
 
 
 def test_the_page_runs_as_it_is(tmp_path: Path) -> None:

@@ -30,10 +30,7 @@ MAKERS = {"torch": torch.optim.AdamW, "ours": optim.AdamW}
 
 
 def made(kind: str, steps: int) -> tuple[Any, Any]:
-    """Some weights stay whole on one rank, the others are cut."""
-    model = build()
-    whole = [b.linear.weight for b in model.blocks] + [model.last.weight]
-    ours = shard(model, whole_params=whole)
+    ours = shard(build())
     optimizer = MAKERS[kind](ours.parameters(), lr=1e-2)
     for step in range(steps):
         loss_of(ours, batch(step, fsdpc.rank())).backward()

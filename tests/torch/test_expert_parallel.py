@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import fsdpc
 from fsdpc.torch import clip_grad_norm_, fully_shard, get_model_state_dict, set_model_state_dict
-from tests.faults.common import die, raised, run
+from tests.faults.common import die, raised, run, wait_file
 
 from .common import assert_same_parameters, join_gloo, train_twins, twin
 from .common import build as base_build
@@ -419,6 +419,9 @@ def test_a_death_in_a_collective_of_experts_is_named(tmp_path: Path) -> None:
         if rank == 3:
             ours.layers[1].experts.register_forward_pre_hook(lambda *_: die())
         text, _ = raised(lambda: loss_of(ours, inputs(1)[rank]).backward(), RuntimeError, OSError)
+        (tmp_path / f"said{rank}").write_text(text)
+        for other in range(3):  # or the end of a survivor is what another one sees
+            wait_file(tmp_path / f"said{other}", 60)
         return text, os.getpid()
 
     *others, dead = run(rank_of, RANKS)

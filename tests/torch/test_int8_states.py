@@ -106,3 +106,22 @@ def test_folders_load_in_either_format(tmp_path: Path) -> None:
                 near = 0 if saves == "int8" else 0.02 * float(value.abs().max())
                 found = second[name][state].float()
                 assert (found - value).abs().max() <= near, (saves, loads, name, state)
+
+
+@pytest.mark.ranks([1, 2])
+def test_writes_into_decoded_copies_are_refused() -> None:
+    """A coded state is decoded when it is read; a write into the copy would be lost."""
+    model = fully_shard(Model())
+    optimizer = AdamW(model.parameters(), lr=1e-2, state_dtype="int8")
+    train(model, optimizer)
+    wide = model.get_parameter("wide")
+    before = optimizer.state[wide]["exp_avg"].full_tensor()
+    with pytest.raises(NotImplementedError, match="into a state of .*wide.* a decoded copy"):
+        optimizer.state[wide]["exp_avg"].zero_()
+    with pytest.raises(NotImplementedError, match="a decoded copy"):
+        torch._foreach_mul_([optimizer.state[wide]["exp_avg_sq"]], 0.5)
+    assert torch.equal(optimizer.state[wide]["exp_avg"].full_tensor(), before)
+    optimizer.state[wide]["exp_avg"].clone().zero_()
+    bias = model.get_parameter("bias")
+    optimizer.state[bias]["exp_avg"].zero_()  # float states are the engine's memory
+    assert not optimizer.state[bias]["exp_avg"].full_tensor().any()

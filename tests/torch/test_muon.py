@@ -94,6 +94,8 @@ def test_bad_input_is_named() -> None:
         optim.Muon(ours.parameters())
     with pytest.raises(ValueError, match="adjust_lr_fn is one of"):
         optim.Muon(groups(ours), adjust_lr_fn="other")
+    with pytest.raises(ValueError, match="ns_dtype is one of"):
+        optim.Muon(groups(ours), ns_dtype=torch.float16)
     with pytest.raises(ValueError, match="belongs to no sharded module"):
         optim.Muon(nn.Linear(2, 2, bias=False).parameters())
     from torch.distributed.tensor import Shard

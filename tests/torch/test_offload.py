@@ -100,21 +100,6 @@ def test_bits_are_those_of_memory(kind: str, disk: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_parameters_that_stay_whole(disk: Path) -> None:
-    """Files have their rows, which are all of them on one rank and none on the other."""
-    found = []
-    for policy in (None, on_disk(disk, *ALL), on_disk(disk, *ALL[2:], fraction=0.4)):
-        model = build(3, **WIDE)
-        whole = [block.linear.weight for block in model.blocks]
-        model = shard(model, offload_policy=policy, whole_params=whole)
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        losses = [step(model, optimizer, number) for number in range(4)]
-        assert {len(block.linear.weight.to_local()) for block in model.blocks} <= {0, WIDE["dim"]}
-        found.append((losses, everything(model, optimizer)))
-    assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("by_name", [False, True])
 def test_states_go_over(by_name: bool, disk: Path) -> None:
     """From memory to the disk and back, over states that are there and over none."""

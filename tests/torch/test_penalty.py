@@ -175,29 +175,21 @@ def test_unused_parameters_times_nothing() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_parameters_with_other_rows() -> None:
-    """They can be mixed, except for one of which one rank has all rows."""
-    for whole in (False, True):
-        torch.manual_seed(0)
-        layer = nn.Linear(7, 7)
-        ours = fully_shard(layer, whole_params=[layer.bias] if whole else None)
-        ours(torch.ones(2, 7)).sum().backward()
-        of_rank = ((0, 7), (0, 0)) if whole else ((0, 4), (4, 7))
-        assert ours.bias.fsdpc.rows == of_rank[fsdpc.rank()]
-        for mix in (lambda w, b: w * b, lambda w, b: b + w, lambda w, b: torch.lerp(w, b, 0.5)):
-            if whole:
-                with pytest.raises(RuntimeError, match="bias"):
-                    mix(ours.weight, ours.bias)
-                continue
-            values = full(ours.weight), full(ours.bias)
-            torch.testing.assert_close(full(mix(ours.weight, ours.bias)), mix(*values))
-            leaves = [v.requires_grad_() for v in values]
-            ours.zero_grad()
-            mix(ours.weight, ours.bias).square().sum().backward()
-            mix(*leaves).square().sum().backward()
-            for p, leaf in zip((ours.weight, ours.bias), leaves, strict=True):
-                torch.testing.assert_close(full(p.grad), leaf.grad)
-        (ours.weight * ours.weight).sum().backward()
+def test_parameters_of_uneven_rows_can_be_mixed() -> None:
+    torch.manual_seed(0)
+    ours = fully_shard(nn.Linear(7, 7))
+    ours(torch.ones(2, 7)).sum().backward()
+    assert ours.bias.fsdpc.rows == ((0, 4), (4, 7))[fsdpc.rank()]
+    for mix in (lambda w, b: w * b, lambda w, b: b + w, lambda w, b: torch.lerp(w, b, 0.5)):
+        values = full(ours.weight), full(ours.bias)
+        torch.testing.assert_close(full(mix(ours.weight, ours.bias)), mix(*values))
+        leaves = [v.requires_grad_() for v in values]
+        ours.zero_grad()
+        mix(ours.weight, ours.bias).square().sum().backward()
+        mix(*leaves).square().sum().backward()
+        for p, leaf in zip((ours.weight, ours.bias), leaves, strict=True):
+            torch.testing.assert_close(full(p.grad), leaf.grad)
+    (ours.weight * ours.weight).sum().backward()
 
 
 @pytest.mark.ranks(2)
@@ -286,19 +278,14 @@ def test_a_failed_backward_leaves_what_was_before() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_penalty_of_frozen_and_of_whole_parameters(whole: bool) -> None:
+def test_a_penalty_of_frozen_parameters() -> None:
     plain = build()
     ours = twin(plain)
     for m in (ours, plain):
         m.first.weight.requires_grad_(False)
     for block in ours.blocks:
-        fully_shard(block, whole_params=[block.linear.weight] if whole else None)
+        fully_shard(block)
     fully_shard(ours)
-    if whole:
-        with pytest.raises(NotImplementedError, match="which one rank has whole"):
-            before(ours, 0)
-        return
     for number in range(2):
         for m in (ours, plain):
             before(m, number).backward()

@@ -423,30 +423,6 @@ def test_optimizers_that_read_whole_parameters(kind: str) -> None:
     assert_same_parameters(ours, plain, **wide)
 
 
-def rows_of(p: torch.Tensor) -> torch.Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
-
-
-@pytest.mark.ranks([1, 2])
-def test_whole_parameters_may_be_read_by_their_rank() -> None:
-    """Without communication, and other ranks' copies are empty."""
-    model = build()
-    plain = twin(model)
-    for m in (model, plain):
-        for p in m.parameters():
-            p.requires_grad_(p.ndim == 2)
-    ours = shard(model, whole_params=[p for p in model.parameters() if p.ndim == 2])
-    for step in range(2):
-        both(ours, plain, step)
-        for m in (ours, plain):
-            Lamb(
-                [p for p in m.parameters() if p.ndim == 2 and rows_of(p).numel()],
-                lambda t: t.pow(2).sum().sqrt(),
-            ).step()
-            m.zero_grad()
-    assert_same_parameters(ours, plain)
-
-
 VIEWS: dict[str, Callable[[list[Any]], Any]] = {
     "the norm of a view": lambda ps: ps[0].view(-1).norm(),
     "a flat gradient": lambda ps: torch.cat([p.grad.flatten() for p in ps]).norm(),

@@ -161,6 +161,18 @@ def test_vision_transformer_by_another_strategy() -> None:
     assert len(found[0]) == 2 and found[0] == found[1]
 
 
+def test_optimizers_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.svg"
+    output = run("12_optimizers.py", "24", str(picture))
+    rows = re.findall(r"^\[0\] (\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.M)
+    names, *columns = zip(*rows)
+    first, last, mib = ([float(number) for number in column] for column in columns)
+    assert names == ("AdamW", "Muon", "Adafactor") and len(set(first)) == 1  # the same batches
+    assert max(last) < 0.8 * first[0] and last[1] < last[0] and mib[2] < mib[1] < mib[0]
+    assert all(name in picture.read_text() for name in names)  # matplotlib's comments have the text
+
+
 def play(name: str, *changes: tuple[str, str]) -> tuple[str, list[dict[str, str]]]:
     """Run a notebook with other numbers in it; return what it printed, and what it displayed."""
     import nbformat

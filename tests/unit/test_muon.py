@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests import given
+from tests.given import assert_bits, everything
 from tests.needs import need_torch
 
 import fsdpc
@@ -19,25 +21,9 @@ MATRICES = ("matrix", "wide", "row")
 STEPS = 4
 
 
-class Holder(nn.Module):
-    """Parameters whose gradients are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            start = np.random.default_rng(len(name)).standard_normal(shape)
-            setattr(self, name, nn.Parameter(fsdpc.tensor(start.astype(np.float32))))
-
-    def forward(self, gradients: dict[str, Any]) -> Any:
-        terms = [(p * gradients[name]).sum() for name, p in self.named_parameters()]
-        return sum(terms[1:], terms[0])
-
-
-def holder(sharded: bool, **options: Any) -> Holder:
-    model = Holder()
-    if sharded:
-        fsdpc.fully_shard(model, **options).set_gradient_divide_factor(1.0)
-    return model
+def holder(is_sharded: bool, **options: Any) -> given.Holder:
+    model = given.Holder(SHAPES)
+    return given.sharded(model, **options) if is_sharded else model
 
 
 def gradients(step: int) -> dict[str, np.ndarray]:
@@ -45,16 +31,8 @@ def gradients(step: int) -> dict[str, np.ndarray]:
     return {n: rng.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
 
 
-def run(model: Holder, optimizer: Any, steps: range = range(STEPS), clip: float = 0) -> None:
-    """Only rank 0 has gradients, so their sum is exact."""
-    share = np.float32(model.matrix._unit is None or fsdpc.rank() == 0)
-    for step in steps:
-        given = {n: fsdpc.tensor(g * share) for n, g in gradients(step).items()}
-        model(given).backward()
-        if clip:
-            fsdpc.clip_grad_norm_(model, clip)
-        optimizer.step()
-        optimizer.zero_grad()
+def run(model: Any, optimizer: Any, steps: range = range(STEPS), clip: float = 0) -> None:
+    given.run(model, optimizer, gradients, steps, clip)
 
 
 def newton_schulz_in_float32(x: Any, coefficients: Any, steps: int, eps: float) -> Any:
@@ -77,28 +55,16 @@ def groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     ]
 
 
-def everything(model: Holder, optimizer: Any) -> dict[str, np.ndarray]:
-    """Full parameters and states by name."""
-    found = {n: fsdpc.full_tensor(p).numpy().copy() for n, p in model.named_parameters()}
-    for name, states in optim.get_optimizer_state_dict(model, optimizer)["state"].items():
-        found |= {f"{name} {k}": np.asarray(v) for k, v in states.items()}
-    return found
-
-
-def assert_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert np.array_equal(value, b[name]), name
-
-
 @pytest.mark.ranks([1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["Muon", "OrthogonalSGD"])
+@pytest.mark.parametrize("kind", ["Muon", "Muon bfloat16", "OrthogonalSGD"])
 @pytest.mark.parametrize("clip", [0, 0.5])
 def test_bits_of_an_unsharded_model(kind: str, clip: float) -> None:
     found = []
+    kind, _, dtype = kind.partition(" ")
     for sharded in (False, True):
         model = holder(sharded)
-        optimizer = getattr(optim, kind)(groups(model), lr=0.02)
+        options = {"ns_dtype": dtype} if dtype else {}
+        optimizer = getattr(optim, kind)(groups(model, **options), lr=0.02)
         run(model, optimizer, clip=clip)
         found.append(everything(model, optimizer))
     assert set(found[0]) >= {"stack momentum_buffer", "bias exp_avg_sq", "matrix step"}
@@ -107,7 +73,7 @@ def test_bits_of_an_unsharded_model(kind: str, clip: float) -> None:
 
 
 @pytest.mark.ranks([1, 2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "both bfloat16"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,15 +83,19 @@ def test_bits_of_an_unsharded_model(kind: str, clip: float) -> None:
     ],
 )
 def test_as_torch(options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch iterates in bf16: each update differs by a few units of 2^-8 of its largest element."""
+    """torch iterates in bf16: each update differs by a few units of 2^-8 of its largest element.
+
+    If both iterate in bf16, they round at the same places, nearly always to the same values.
+    """
     lr = 0.02
     if dtype == "float32":
         patched = "torch.optim._muon._zeropower_via_newtonschulz"
         monkeypatch.setattr(patched, newton_schulz_in_float32)
     model = holder(True)
-    ours = optim.Muon(groups(model, **options), lr=lr)
+    both = dtype == "both bfloat16"
+    ours = optim.Muon(groups(model, **options), lr=lr, ns_dtype="bfloat16" if both else "float32")
     named = {
-        n: torch.nn.Parameter(torch.from_numpy(getattr(Holder(), n).detach().numpy().copy()))
+        n: torch.nn.Parameter(torch.from_numpy(getattr(holder(False), n).detach().numpy().copy()))
         for n in SHAPES
     }
     theirs = torch.optim.Muon([named[n] for n in MATRICES], lr=lr, **options)
@@ -145,7 +115,7 @@ def test_as_torch(options: dict[str, Any], dtype: str, monkeypatch: pytest.Monke
         want = torch.stack(slices) if stack else named[name]
         scale = (0.2 * max(want.shape[-2:]) ** 0.5) if adamw else 1.6
         error = np.abs(found[name] - want.detach().numpy()).max()
-        near = 2e-5 if dtype == "float32" else 8 / 256
+        near = {"float32": 2e-5, "bfloat16": 8 / 256, "both bfloat16": 1 / 512}[dtype]
         assert error <= lr * scale * STEPS * near, (name, error)
         states = [theirs.state[p]["momentum_buffer"] for p in (slices if stack else [want])]
         want = torch.stack(states) if stack else states[0]
@@ -231,16 +201,16 @@ def test_frozen_parameters_keep_still() -> None:
 def test_nonfinite_gradients_reach_one_matrix() -> None:
     model = holder(True)
     optimizer = optim.Muon(groups(model), lr=0.02)
-    given = gradients(0)
-    given["wide"][3, 3] = np.nan
-    model({n: fsdpc.tensor(g) for n, g in given.items()}).backward()
+    held = gradients(0)
+    held["wide"][3, 3] = np.nan
+    model({n: fsdpc.tensor(g) for n, g in held.items()}).backward()
     optimizer.step()
     assert np.isnan(fsdpc.full_tensor(model.wide).numpy()).all()
     assert np.isfinite(fsdpc.full_tensor(model.matrix).numpy()).all()
 
 
 def test_bad_input_is_named() -> None:
-    model = Holder()
+    model = holder(False)
     with pytest.raises(ValueError, match=r"group 0 has 'bias' \(30,\): give those in a group with"):
         optim.Muon(model.named_parameters())
     with pytest.raises(ValueError, match=r"group 0 has number 3 of group 0 \(30,\)"):
@@ -253,6 +223,7 @@ def test_bad_input_is_named() -> None:
         (dict(ns_steps=0), "ns_steps is out of range: 0"),
         (dict(ns_coefficients=(1.0, 2.0)), "three numbers"),
         (dict(adjust_lr_fn="other"), "adjust_lr_fn is one of"),
+        (dict(ns_dtype="float16"), r"ns_dtype is one of .*got 'float16'"),
         (dict(momentum=-1), "momentum is out of range"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "engine/clip.h"
+#include "engine/grads.h"
 #include "ops/flat_ops.h"
 
 typedef struct gradients {
@@ -51,7 +52,8 @@ static int read_gradients(PyObject *module, PyObject *units, PyObject *plain, gr
         goto failed;
     for (int i = 0; i < g->n_units; i++) {
         fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(units, i));
-        if (!unit || fsdpc_py_unit_check_open(unit) < 0)
+        if (!unit || fsdpc_py_unit_check_open(unit) < 0 ||
+            fsdpc_py_check(fsdpc_unit_refuse_stepped(unit->ref->unit)) < 0)
             goto failed;
         g->units[i] = unit->ref->unit;
     }

@@ -6,16 +6,17 @@
  */
 #include "bind/engine.h"
 
-#include <math.h>
-
+#include "bind/engine/options.h"
+#include "engine/optim_backward.h"
 #include "ops/flat_ops.h"
 #include "ops/matrix_rules.h"
 
 typedef struct py_optimizer {
     PyObject_HEAD fsdpc_optim *optim;
     fsdpc_optim_kind kind;
-    bool coded;      /* states may be block codes */
-    PyObject *units; /* list of Unit */
+    bool coded;        /* states may be block codes */
+    PyObject *units;   /* list of Unit */
+    PyObject *refresh; /* sets the options before a step inside backward; NULL: none */
 } py_optimizer;
 
 static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -56,6 +57,7 @@ static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 static int optimizer_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(((py_optimizer *)object)->units);
+    Py_VISIT(((py_optimizer *)object)->refresh);
     Py_VISIT(Py_TYPE(object));
     return 0;
 }
@@ -66,6 +68,7 @@ static int optimizer_clear(PyObject *object)
     fsdpc_optim_destroy(self->optim); /* before its units may be freed */
     self->optim = NULL;
     Py_CLEAR(self->units);
+    Py_CLEAR(self->refresh);
     return 0;
 }
 
@@ -129,92 +132,10 @@ static PyObject *optimizer_take_number(PyObject *object, PyObject *Py_UNUSED(unu
 
 /* ---- options ---- */
 
-/* Reads an option into its field; returns -1 with an exception if it is not a number or out of its
- * range. */
-static int read_option(const fsdpc_hyper_range *field, PyObject *value, fsdpc_hyper *out)
-{
-    unsigned char *to = (unsigned char *)out + field->offset;
-    if (field->flag) {
-        int flag = PyObject_IsTrue(value);
-        *(bool *)to = flag > 0;
-        return flag < 0 ? -1 : 0;
-    }
-    double number = PyFloat_AsDouble(value);
-    if (number == -1 && PyErr_Occurred()) {
-        PyErr_Format(PyExc_TypeError, "%s must be a number, got %R", field->name, value);
-        return -1;
-    }
-    if (!isfinite(number) || number < field->lowest || number >= field->below) {
-        PyErr_Format(PyExc_ValueError, "%s is out of range: %R", field->name, value);
-        return -1;
-    }
-    *(double *)to = number;
-    return 0;
-}
-
-/* Reads the pair (beta1, beta2). */
-static int read_betas(PyObject *value, fsdpc_hyper *out)
-{
-    PyObject *pair = PySequence_Tuple(value);
-    int status = pair && PyTuple_GET_SIZE(pair) == 2 ? 0 : -1;
-    for (int i = 0; status == 0 && i < 2; i++)
-        status = read_option(fsdpc_hyper_find(i == 0 ? "beta1" : "beta2"),
-                             PyTuple_GET_ITEM(pair, i), out);
-    Py_XDECREF(pair);
-    if (status == 0)
-        return 0;
-    bool range = PyErr_ExceptionMatches(PyExc_ValueError);
-    PyErr_Clear();
-    PyErr_Format(range ? PyExc_ValueError : PyExc_TypeError,
-                 range ? "betas is out of range: %R" : "betas must be two numbers, got %R", value);
-    return -1;
-}
-
-/* Reads `rule`, the row of the table by which the group steps; the default is the optimizer's. */
-static int read_kind(const py_optimizer *self, PyObject *options, fsdpc_optim_kind *out)
-{
-    PyObject *rule = options ? PyDict_GetItemString(options, "rule") : NULL;
-    const char *name = rule ? PyUnicode_AsUTF8(rule) : fsdpc_optim_kind_name(self->kind);
-    int kind = name ? fsdpc_optim_find(name) : FSDPC_OPTIM_KINDS;
-    *out = (fsdpc_optim_kind)kind;
-    if (name && kind == FSDPC_OPTIM_KINDS)
-        PyErr_Format(PyExc_ValueError, "no optimizer is named '%s'", name);
-    return kind == FSDPC_OPTIM_KINDS ? -1 : 0;
-}
-
-/* Reads the options of one group; those that are not given become 0. */
 static int read_options(const py_optimizer *self, PyObject *options, fsdpc_hyper *out,
                         fsdpc_optim_kind *kind)
 {
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    char why[160] = "";
-    if (read_kind(self, options, kind) < 0)
-        return -1;
-    while (options && PyDict_Next(options, &at, &key, &value)) {
-        const char *name = PyUnicode_AsUTF8(key);
-        if (!name)
-            return -1;
-        bool betas = strcmp(name, "betas") == 0;
-        if (strcmp(name, "rule") == 0)
-            continue;
-        if (!fsdpc_optim_reads(*kind, betas ? "beta1" : name)) {
-            PyErr_Format(PyExc_TypeError, "%s has no option '%s'", fsdpc_optim_kind_name(*kind),
-                         name);
-            return -1;
-        }
-        if ((betas ? read_betas(value, out) : read_option(fsdpc_hyper_find(name), value, out)) < 0)
-            return -1;
-    }
-    const fsdpc_optim_row *row = &fsdpc_optim_table[*kind];
-    if (row->refuse)
-        row->refuse(out, why, sizeof why);
-    if (!why[0] && self->coded && !fsdpc_rule_takes_codes(row->rule(out)))
-        snprintf(why, sizeof why, "%s with %s cannot have int8 states: take float32 or bfloat16",
-                 row->name, out->amsgrad ? "amsgrad" : "centered");
-    if (why[0])
-        PyErr_SetString(PyExc_ValueError, why);
-    return why[0] ? -1 : 0;
+    return fsdpc_py_read_options(options, self->kind, self->coded, out, kind);
 }
 
 static PyObject *optimizer_check(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -308,6 +229,25 @@ static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_none(status);
 }
 
+static fsdpc_status call_refresh(void *arg)
+{
+    py_optimizer *self = arg;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *done = PyObject_CallNoArgs(self->refresh);
+    Py_XDECREF(done);
+    PyGILState_Release(gil);
+    return done ? FSDPC_OK : FSDPC_ERR_CALLBACK;
+}
+
+static PyObject *optimizer_step_in_backward(PyObject *object, PyObject *refresh)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    if (refresh == Py_None)
+        return fsdpc_py_none(fsdpc_optim_leave_backward(self->optim));
+    Py_XSETREF(self->refresh, Py_NewRef(refresh));
+    return fsdpc_py_none(fsdpc_optim_enter_backward(self->optim, call_refresh, self));
+}
+
 /* Steps parameters that belong to no unit. */
 static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 {
@@ -327,9 +267,13 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
     if (!runtime || !grad)
         return NULL;
     fsdpc_optim_kind kind = fsdpc_optim_group_kind(self->optim, group);
-    if (!hyper || PyTuple_GET_SIZE(states) != fsdpc_optim_states(kind, hyper))
+    const fsdpc_local_shard all = {.numel = p->numel};
+    bool adafactor = kind == FSDPC_OPTIM_ADAFACTOR, factored = adafactor && p->ndim >= 2;
+    int n_states = !hyper ? -1 : factored ? 2 * (p->numel > 0) : fsdpc_optim_states(kind, hyper);
+    if (PyTuple_GET_SIZE(states) != n_states)
         return PyErr_Format(PyExc_ValueError, "group %d has no hyper-parameters, or not %zd states",
                             group, PyTuple_GET_SIZE(states));
+    const fsdpc_factors f = fsdpc_factors_of(p->ndim, p->shape, &all);
     fsdpc_step_args a = {.param = p->data,
                          .param_dtype = p->dtype,
                          .grad = grad->data,
@@ -353,7 +297,8 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
         fsdpc_tensor *state = fsdpc_py_tensor_of(PyTuple_GET_ITEM(states, i));
         if (!state)
             return NULL;
-        fits &= state->numel == p->numel && (i == 0 || state->dtype == a.state_dtype);
+        size_t numel = !factored ? p->numel : i == 0 ? f.n_rows : f.n_cols;
+        fits &= state->numel == numel && (i == 0 || state->dtype == a.state_dtype);
         a.states[i] = state->data;
         a.state_dtype = state->dtype;
     }
@@ -365,12 +310,12 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
     fsdpc_status status = fsdpc_tensor_check_write(p);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    if (fsdpc_matrix_rule_of(kind)) {
+    if (adafactor || fsdpc_matrix_rule_of(kind)) {
         char name[32];
         snprintf(name, sizeof name, "number %u", number);
-        FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step_matrix_alone(self->optim, group, &a, name,
-                                                                    p->ndim, p->shape,
-                                                                    runtime->compute));
+        FSDPC_PY_WITHOUT_GIL(status =
+                                 fsdpc_optim_step_whole_alone(self->optim, group, &a, name, p->ndim,
+                                                              p->shape, runtime->compute));
         return fsdpc_py_none(status);
     }
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step_alone(self->optim, group, &a, runtime->compute));
@@ -471,6 +416,49 @@ static PyObject *optimizer_maxima(PyObject *object, PyObject *args)
                         view.codes.maxima);
 }
 
+/* Returns means by row (which: 0) or by column, own or collected. */
+static PyObject *make_means(PyObject *object, PyObject *unit_object, const fsdpc_factor_view *view,
+                            const fsdpc_place *place, int which, bool whole)
+{
+    fsdpc_unit *unit = ((fsdpc_py_unit *)unit_object)->ref->unit;
+    float *own = which == 0 ? view->row_var : view->col_var;
+    size_t shape[FSDPC_MAX_DIMS];
+    bool all = whole || (which == 1 && view->factors.spread);
+    int ndim = fsdpc_py_local_shape(place, &view->local, shape);
+    shape[0] = all ? place->shape[0] : shape[0];
+    shape[which == 0 ? ndim - 1 : ndim - 2] = 1;
+    if (!whole)
+        return export_state(object, unit_object, FSDPC_F32, ndim, shape, own);
+    fsdpc_tensor *t = NULL;
+    fsdpc_status status = fsdpc_tensor_create(fsdpc_unit_device(unit), FSDPC_F32, ndim, shape, &t);
+    if (status == FSDPC_OK)
+        FSDPC_PY_WITHOUT_GIL(
+            status = fsdpc_optim_collect_means(unit, view, which == 1, t->data, t->numel));
+    return fsdpc_py_result(PyType_GetModuleState(Py_TYPE(object)), status, t);
+}
+
+static PyObject *optimizer_factors(PyObject *object, PyObject *args)
+{
+    PyObject *unit_object;
+    int param, whole = 0;
+    fsdpc_factor_view view;
+    if (!PyArg_ParseTuple(args, "Oi|p", &unit_object, &param, &whole))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    if (!unit)
+        return NULL;
+    const fsdpc_place *place = &fsdpc_unit_layout(unit->ref->unit)->params[param];
+    if (fsdpc_py_check(fsdpc_optim_factors(((py_optimizer *)object)->optim, unit->ref->unit, param,
+                                           &view)) < 0)
+        return NULL;
+    if (!view.row_var)
+        return PyErr_Format(PyExc_KeyError, "'%s' has no means by row and by column", place->name);
+    PyObject *found = PyTuple_New(2);
+    for (int which = 0; found && which < 2; which++)
+        fsdpc_py_put(&found, which, make_means(object, unit_object, &view, place, which, whole));
+    return found;
+}
+
 static PyObject *optimizer_make_states(PyObject *object, PyObject *args)
 {
     int param;
@@ -555,11 +543,13 @@ static PyMethodDef optimizer_methods[] = {
     FSDPC_PY_METHOD(Optimizer, check, optimizer_check, METH_VARARGS | METH_KEYWORDS),
     FSDPC_PY_METHOD(Optimizer, set_hyper, optimizer_set_hyper, METH_VARARGS | METH_KEYWORDS),
     FSDPC_PY_METHOD(Optimizer, step, optimizer_step, METH_NOARGS),
+    FSDPC_PY_METHOD(Optimizer, step_in_backward, optimizer_step_in_backward, METH_O),
     FSDPC_PY_METHOD(Optimizer, step_alone, optimizer_step_alone, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, state_names, optimizer_state_names, METH_O),
     FSDPC_PY_METHOD(Optimizer, state_codes, optimizer_state_codes, METH_O),
     FSDPC_PY_METHOD(Optimizer, state, optimizer_state, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, maxima, optimizer_maxima, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, factors, optimizer_factors, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, make_states, optimizer_make_states, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, write, optimizer_write, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, collect, optimizer_collect, METH_VARARGS),

@@ -24,12 +24,14 @@ static bool slot_granule(fsdpc_py_state *state, size_t *out)
 static int read_spec(PyObject *item, fsdpc_param_spec *spec)
 {
     PyObject *dtype, *shape;
-    int frozen, matrix = 0;
-    if (!PyArg_ParseTuple(item, "OO!p|p", &dtype, &PyTuple_Type, &shape, &frozen, &matrix) ||
+    int frozen;
+    const char *rule = "";
+    if (!PyArg_ParseTuple(item, "OO!p|s", &dtype, &PyTuple_Type, &shape, &frozen, &rule) ||
         fsdpc_py_dtype_parse(dtype, &spec->dtype) < 0)
         return -1;
     spec->frozen = frozen;
-    spec->matrix = matrix;
+    spec->matrix = strcmp(rule, "matrix") == 0;
+    spec->factored = strcmp(rule, "factored") == 0;
     spec->name = "";
     spec->ndim = (int)PyTuple_GET_SIZE(shape);
     if (spec->ndim > FSDPC_LAYOUT_MAX_DIMS) {

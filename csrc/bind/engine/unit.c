@@ -139,9 +139,7 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     return status;
 }
 
-/* `whole`: NULL, or the indices of parameters that must not be split. */
-static int read_specs(PyObject *names, PyObject *whole, const fsdpc_py_unit *self,
-                      fsdpc_param_spec *specs)
+static int read_specs(PyObject *names, const fsdpc_py_unit *self, fsdpc_param_spec *specs)
 {
     for (Py_ssize_t i = 0; i < self->n_params; i++) {
         const fsdpc_tensor *t = self->params[i];
@@ -151,15 +149,6 @@ static int read_specs(PyObject *names, PyObject *whole, const fsdpc_py_unit *sel
         specs[i] = (fsdpc_param_spec){
             .name = name, .dtype = t->dtype, .ndim = t->ndim, .frozen = !t->requires_grad};
         memcpy(specs[i].shape, t->shape, sizeof t->shape);
-    }
-    for (Py_ssize_t k = 0; whole && k < PyList_GET_SIZE(whole); k++) {
-        Py_ssize_t i = PyLong_AsSsize_t(PyList_GET_ITEM(whole, k));
-        if (i < 0 || i >= self->n_params) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_IndexError, "whole: no parameter %zd of %zd", i, self->n_params);
-            return -1;
-        }
-        specs[i].whole = true;
     }
     return 0;
 }
@@ -207,9 +196,9 @@ static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs,
     return FSDPC_OK;
 }
 
-static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyObject *whole,
-                     bool band_per_param, PyObject *comms[2], PyObject *param_dtype,
-                     PyObject *reduce_dtype, PyObject *offload)
+static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, bool band_per_param,
+                     PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype,
+                     PyObject *offload)
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
     if (!runtime)
@@ -218,7 +207,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
     fsdpc_unit_options options = {.name = name,
                                   .device = runtime->device,
                                   .trace = runtime->trace,
-                                  .layout.band_per_param = band_per_param,
+                                  .band_per_param = band_per_param,
                                   .reshard_after_forward = true,
                                   .no_alias = runtime->env.no_alias};
     if (fsdpc_py_offload_parse(PyType_GetModule(Py_TYPE(self)), offload, &options.offload) < 0)
@@ -231,7 +220,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
         parse_optional_dtype(reduce_dtype, &options.cast_reduce, &options.reduce_dtype) < 0)
         return -1;
     fsdpc_param_spec *specs = fsdpc_py_array(n, sizeof *specs);
-    int result = specs ? read_specs(names, whole, self, specs) : -1;
+    int result = specs ? read_specs(names, self, specs) : -1;
     if (result == 0)
         result = fsdpc_py_check(make_ref(self, specs, (int)n, &options));
     PyMem_Free(specs);
@@ -266,18 +255,16 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     FSDPC_PY_KEYWORDS(keywords, "name", "names", "params", "shard", "replicate", "param_dtype",
                       "reduce_dtype", "output_dtype", "cast_forward_inputs",
-                      "reshard_after_forward", "keep_grads", "deterministic", "modules", "whole",
-                      "offload", "band_per_param");
+                      "reshard_after_forward", "keep_grads", "deterministic", "modules", "offload",
+                      "band_per_param");
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
-    PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *whole = NULL;
-    PyObject *offload = NULL;
+    PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *offload = NULL;
     int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1, band_per_param = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiO!Op", keywords, &name,
-                                     &PyList_Type, &names, &PyList_Type, &params, &shard,
-                                     &replicate, &param_dtype, &reduce_dtype, &output_dtype,
-                                     &cast_inputs, &reshard, &keep_grads, &deterministic,
-                                     &n_modules, &PyList_Type, &whole, &offload, &band_per_param))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "sO!O!O|OOOOpOppiOp", keywords, &name, &PyList_Type, &names, &PyList_Type,
+            &params, &shard, &replicate, &param_dtype, &reduce_dtype, &output_dtype, &cast_inputs,
+            &reshard, &keep_grads, &deterministic, &n_modules, &offload, &band_per_param))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params))
         return PyErr_Format(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -291,7 +278,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (take_params(self, params) < 0 ||
         parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
-        init_unit(self, name, names, whole, band_per_param != 0, comms, param_dtype, reduce_dtype,
+        init_unit(self, name, names, band_per_param != 0, comms, param_dtype, reduce_dtype,
                   offload) < 0) {
         Py_DECREF(self);
         return NULL;

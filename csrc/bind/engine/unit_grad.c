@@ -86,8 +86,14 @@ static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_none(status);
 }
 
+static PyObject *unit_refuse_stepped(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    return fsdpc_py_none(fsdpc_unit_refuse_stepped(((fsdpc_py_unit *)object)->ref->unit));
+}
+
 PyMethodDef fsdpc_py_unit_grad_methods[] = {
     FSDPC_PY_METHOD(Unit, grad, unit_grad, METH_O),
     FSDPC_PY_METHOD(Unit, zero_grad, unit_zero_grad, METH_NOARGS),
+    FSDPC_PY_METHOD(Unit, refuse_stepped, unit_refuse_stepped, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

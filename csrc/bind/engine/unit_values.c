@@ -96,7 +96,8 @@ static PyObject *unit_write(PyObject *object, PyObject *args)
     if (status == FSDPC_OK && t->numel != place->numel)
         status = fsdpc_fail(FSDPC_ERR_SHAPE, "parameter '%s' has %zu elements, the value %zu",
                             place->name, place->numel, t->numel);
-    if (status == FSDPC_OK && !fsdpc_dtype_is_float(t->dtype))
+    if (status == FSDPC_OK && t->dtype != place->dtype &&
+        !(fsdpc_dtype_is_float(t->dtype) && fsdpc_dtype_is_float(place->dtype)))
         status = fsdpc_fail(FSDPC_ERR_DTYPE, "parameter '%s' cannot take %s values", place->name,
                             fsdpc_dtype_name(t->dtype));
     if (status == FSDPC_OK)

@@ -69,7 +69,7 @@ static int give_grads(fsdpc_py_torch_unit *self)
 
 /* place(grads, foreign): passes the gradients' tensors, which only this list refers to, and the
  * memory of each flat group that contains them; None: the engine's memory. Gradients of frozen
- * groups are empty. */
+ * groups are empty, and all are None while the unit is stepped inside backward. */
 static PyObject *place_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -89,8 +89,11 @@ static PyObject *place_method(PyObject *object, PyObject *args)
     }
     for (int i = 0; i < self->n_params; i++)
         self->params[i].refs = Py_REFCNT(self->params[i].grad) - 1; /* without the list */
-    if (foreign == Py_None)
+    if (foreign == Py_None) {
+        self->pooled = fsdpc_unit_steps_in_backward(fsdpc_torch_unit(self));
+        Py_CLEAR(self->unit->ref->foreign);
         Py_RETURN_NONE;
+    }
     bool away = can_give(self);
     if (!away && take(self, foreign, fsdpc_unit_place_grads) < 0)
         return NULL;
@@ -102,6 +105,14 @@ static PyObject *place_method(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Replaces the memory and the gradients' tensors. */
+static int renew(fsdpc_py_torch_unit *self)
+{
+    PyObject *done = PyObject_CallNoArgs(self->renew);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainable)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
@@ -110,13 +121,15 @@ int fsdpc_torch_set_trainable(fsdpc_py_torch_unit *self, int param, bool trainab
         return -1;
     if (fsdpc_unit_trained_groups(unit) == before)
         return 0;
-    PyObject *done = PyObject_CallNoArgs(self->renew);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return renew(self);
 }
 
 int fsdpc_torch_provide_grads(fsdpc_py_torch_unit *self)
 {
+    if (self->pooled && !fsdpc_unit_steps_in_backward(fsdpc_torch_unit(self))) {
+        self->pooled = false;
+        return renew(self);
+    }
     if (!self->away)
         return 0;
     self->away = take(self, self->unit->ref->foreign, fsdpc_unit_place_grads) < 0;
@@ -167,9 +180,7 @@ int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle)
         return give_grads(self);
     if (kept <= 0)
         return kept;
-    PyObject *done = PyObject_CallNoArgs(self->renew);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return renew(self);
 }
 
 int fsdpc_torch_zero_grad(fsdpc_py_torch_unit *self, bool idle)

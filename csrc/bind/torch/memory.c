@@ -8,8 +8,8 @@
  */
 #include "bind/torch/unit.h"
 
-/* unit_places(unit): (group, unsharded_offset, first, numel, shard_offset, master_offset, owner)
- * per parameter; owner is -1 if it is cut. */
+/* unit_places(unit): (group, unsharded_offset, first, numel, shard_offset, master_offset) per
+ * parameter. */
 static PyObject *unit_places(PyObject *module, PyObject *object)
 {
     fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
@@ -25,10 +25,9 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
         size_t at = local.numel ? local.shard_offset : 0;
         size_t master = local.numel ? fsdpc_unit_master_offset(unit, i) : 0;
         fsdpc_py_put(&list, i,
-                     Py_BuildValue("(innnnni)", place->group, (Py_ssize_t)place->unsharded_offset,
+                     Py_BuildValue("(innnnn)", place->group, (Py_ssize_t)place->unsharded_offset,
                                    (Py_ssize_t)local.first, (Py_ssize_t)local.numel, (Py_ssize_t)at,
-                                   (Py_ssize_t)master,
-                                   layout->groups[place->group].bands[place->band].owner));
+                                   (Py_ssize_t)master));
     }
     return list;
 }

@@ -106,7 +106,8 @@ struct fsdpc_py_torch_unit {
     bool lifted;         /* modules may be called: they use private copies */
     bool bound;
     bool gives_back;    /* the foreign library can use memory that we do not need for a while */
-    bool away;          /* gradient shards have no memory */
+    bool away;          /* gradient shards have no memory, */
+    bool pooled;        /* or an optimizer's, which steps inside backward */
     size_t early_bytes; /* of waiting gradients; the foreign library owns their memory on: */
     uintptr_t early_stream;
     PyObject *streams; /* streams(): handle of the foreign library's current stream; or NULL */

@@ -16,7 +16,7 @@ from fsdpc.cli.cluster_options import (
     model_of,
 )
 from fsdpc.cli.train import plan_memory
-from fsdpc.cli.train_options import add_sharding_options, check_sharding
+from fsdpc.cli.train_options import add_ema_option, add_sharding_options, check_sharding
 from fsdpc.planning.memory_plan import MemoryPlan
 
 _EPILOG = """\
@@ -32,6 +32,7 @@ def estimate_parser() -> argparse.ArgumentParser:
     p = cluster_parser("estimate", "Show what each rank of a training run would hold.", _EPILOG,
                        "sequences in a micro-step of one rank")  # fmt: skip
     add_step_options(p)
+    add_ema_option(p)
     add_sharding_options(p)
     return p
 

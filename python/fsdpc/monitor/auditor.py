@@ -156,6 +156,7 @@ class Auditor:
     def _watch(self) -> None:
         """Hook the next unit's gradients in every micro-step of the next step."""
         held = self._units[self.checks % len(self._units)]
+        held[0].unit.refuse_stepped()  # its gradients do not outlive backward
         for one in held:
             if self._native:
                 self._catch(one, one.p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,11 @@ from fsdpc import _core
 from fsdpc.nn.module import Parameter
 from fsdpc.optim import formats
 from fsdpc.optim import state as _state
+
+ADD_LATER = (
+    "add_param_group() of an optimizer that steps inside backward: call step_in_backward(False), "
+    "and step_in_backward() again"
+)
 
 
 class Optimizer:
@@ -38,6 +44,7 @@ class Optimizer:
 
     _KIND = ""  # the row of the engine's table
     _USUAL: dict[str, Any] = {}  # options of `fsdpc train` other than the defaults
+    _steps_in_backward = False
 
     def __init__(
         self,
@@ -82,6 +89,8 @@ class Optimizer:
         group : dict
             ``{"params": [...], "lr": ..., ...}``; missing options get default values.
         """
+        if self._steps_in_backward:
+            raise NotImplementedError(ADD_LATER)
         self._add_group(group)
         self._refuse_strays()
         self._set_options()
@@ -173,7 +182,59 @@ class Optimizer:
                     self._step_plain(i, p, self._plain[id(p)])
         self._core.step()
 
+    def step_in_backward(self, enabled: bool = True) -> None:
+        """Step each unit inside backward, as soon as its gradients are reduced.
+
+        Gradients then need memory for the two largest units instead of all. Parameters get the bits
+        of :meth:`step` after backward, which has nothing left to do. Learning rates are those at
+        the first step of a backward.
+
+        Parameters
+        ----------
+        enabled : bool, default True
+            False returns to steps after backward.
+
+        Raises
+        ------
+        NotImplementedError
+            Muon and Adafactor, offloaded units, replicas of shards, deterministic mode, GPUs, and
+            units with parameters of another optimizer.
+
+        Notes
+        -----
+        Gradients do not exist after backward: fsdpc refuses to clip and to unscale them. Do not
+        scale losses. Every backward that synchronises steps; under ``no_sync`` none does. A
+        gradient that comes after a unit was stepped, and parameters that only some ranks use,
+        raise in backward. A backward that fails leaves some units stepped: load a checkpoint then.
+
+        Examples
+        --------
+        >>> import fsdpc
+        >>> model = fsdpc.fully_shard(fsdpc.nn.Linear(4, 2, bias=False))
+        >>> optimizer = fsdpc.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer.step_in_backward()
+        >>> before = fsdpc.full_tensor(model.weight).clone()
+        >>> model(fsdpc.ones(1, 4)).sum().backward()
+        >>> round((before - fsdpc.full_tensor(model.weight)).max().item(), 4), model.weight.grad
+        (0.1, None)
+        """
+        if enabled and self._plain:
+            raise NotImplementedError(
+                f"step_in_backward() with parameters outside of units: "
+                f"{next(iter(self._plain.values())).label}: shard the model first"
+            )
+        if enabled == self._steps_in_backward:
+            return
+        set_options = weakref.WeakMethod(self._set_options)
+        self._core.step_in_backward((lambda: set_options()()) if enabled else None)
+        self._steps_in_backward = enabled
+
     def _step_plain(self, group: int, p: Parameter, own: _Plain) -> None:
+        if p._swapped:
+            raise RuntimeError(
+                f"parameter {own.label} is exchanged for its average: leave the EMA's swap() "
+                "before an optimizer steps it"
+            )
         states = self._plain_states(p)
         own.step += 1
         self._core.step_alone(
@@ -185,7 +246,7 @@ class Optimizer:
     def _plain_states(self, p: Parameter) -> dict[str, _core.Tensor]:
         """Return an unsharded parameter's states, creating any that are missing."""
         own = self._plain[id(p)]
-        names = self._core.state_names(self._group_of[id(p)])
+        names = self._state_names(p)
         for name in names:
             if name not in own.states:
                 self._make_plain_state(p, own, name)
@@ -198,7 +259,7 @@ class Optimizer:
             own.maxima[name] = _core.zeros((formats.blocks_in(p.numel(), p.shape),))
         elif dtype is _core.uint8:
             dtype = _core.float32
-        own.states[name] = _core.zeros(p.shape, dtype=dtype)
+        own.states[name] = _core.zeros(self._state_shape(p, name), dtype=dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, without writing to their memory.
@@ -355,6 +416,18 @@ class Optimizer:
 
     def _state_names(self, p: Parameter) -> tuple[str, ...]:
         return self._core.state_names(self._group_of[id(p)])
+
+    def _state_shape(self, p: Parameter, name: str) -> tuple[int, ...]:
+        """Return the shape of a full state."""
+        return tuple(p.shape)
+
+    def _collect(self, p: Parameter, which: int) -> _core.Tensor:
+        """Return the full state of a sharded parameter; collective."""
+        return self._core.collect(p._unit, p._index, which)
+
+    def _write_full(self, p: Parameter, which: int, value: _core.Tensor) -> None:
+        """Write this rank's rows of the full state of a sharded parameter."""
+        self._core.write(p._unit, p._index, which, value)
 
     def _view(
         self, p: Parameter, which: int, name: str, write: bool = False

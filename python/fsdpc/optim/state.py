@@ -130,7 +130,7 @@ def full_states(
         if wanted not in (None, name) or optimizer._view(p, k, name) is None:
             continue
         if p._unit is not None:
-            yield name, optimizer._core.collect(p._unit, p._index, k)
+            yield name, optimizer._collect(p, k)
         elif (own := optimizer._decoded(p, k, name)) is not None:
             yield name, own
 
@@ -201,11 +201,12 @@ def _check_states(
                 f"the state of '{name}' does not fit {optimizer._KIND}: missing {missing}, "
                 f"unexpected {surplus}"
             )
-        values = {f"{each} of '{name}'": v for each, v in entry.items() if each != "step"}
-        for label, value in values.items():
-            if np.shape(value) != p.shape:
-                raise ValueError(f"{label}: {np.shape(value)} given, {p.shape} wanted")
-        check_real(values)
+        values = {each: value for each, value in entry.items() if each != "step"}
+        for each, value in values.items():
+            wanted = optimizer._state_shape(p, each)
+            if np.shape(value) != wanted:
+                raise ValueError(f"{each} of '{name}': {np.shape(value)} given, {wanted} wanted")
+        check_real({f"{each} of '{name}'": value for each, value in values.items()})
 
 
 def _load_one(optimizer: Optimizer, p: Parameter, entry: Mapping[str, Any]) -> None:
@@ -215,5 +216,5 @@ def _load_one(optimizer: Optimizer, p: Parameter, entry: Mapping[str, Any]) -> N
         optimizer._write_rows(p, values)
     else:
         for name, value in values.items():
-            optimizer._core.write(p._unit, p._index, names.index(name), value)
+            optimizer._write_full(p, names.index(name), value)
     optimizer.set_step_count(p, int(entry["step"]))

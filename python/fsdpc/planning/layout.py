@@ -210,11 +210,11 @@ def sharding_layout(
     known: dict[Any, tuple[list[list[Piece]], int, tuple[int, ...]]] = {}
     units = []
     apart = _is_torch(model)
-    for name, kind, params, frozen, whole in _sharded(model) or _planned(model, plan):
+    for name, kind, params, frozen in _sharded(model) or _planned(model, plan):
         specs = tuple((dtype, shape) for _, dtype, shape in params)
-        key = specs, frozen, whole
+        key = specs, frozen
         if key not in known:
-            known[key] = _pieces(specs, frozen, whole, shard, apart)
+            known[key] = _pieces(specs, frozen, shard, apart)
         pieces, held, padding = known[key]
         units.append(
             UnitLayout(
@@ -232,23 +232,18 @@ def sharding_layout(
     return ShardingLayout(title=kind, mesh=(replicate, shard), units=tuple(units))
 
 
-#: A unit's name, class, (name, dtype, shape) of each parameter, whether its layout is frozen, and
-#: indices of the parameters that stay unsharded.
-_Unit = tuple[
-    str, str, list[tuple[str, _core.dtype, tuple[int, ...]]], tuple[bool, ...], tuple[int, ...]
-]
+#: A unit's name, class, (name, dtype, shape) of each parameter, and whether its layout is frozen.
+_Unit = tuple[str, str, list[tuple[str, _core.dtype, tuple[int, ...]]], tuple[bool, ...]]
 
 
 def _sharded(model: Any) -> list[_Unit]:
     found: dict[_core.Unit, _Unit] = {}
     for name, m in rules.sharded_modules(model):
         if m._fsdpc_unit not in found:
-            state = m.__dict__.get("_fsdpc_state")  # of the torch frontend
-            whole = tuple(sorted(state.whole)) if state is not None else ()
             kind = type(m).__name__.removeprefix("FSDP")
             unit = m._fsdpc_unit
             frozen = tuple(g >= unit.trained_groups for g, *_ in _core.unit_places(unit))
-            found[unit] = name, kind, unit.params, frozen, whole
+            found[unit] = name, kind, unit.params, frozen
     return list(found.values())
 
 
@@ -288,13 +283,12 @@ def _unit(name: str, modules: list[Any], claimed: set[int]) -> _Unit:
                 before = f"{number}." if len(modules) > 1 else ""
                 params.append((before + path, dtype, tuple(p.shape)))
                 frozen.append(not p.requires_grad)
-    return name, "+".join(type(m).__name__ for m in modules), params, tuple(frozen), ()
+    return name, "+".join(type(m).__name__ for m in modules), params, tuple(frozen)
 
 
 def _pieces(
     specs: tuple[tuple[_core.dtype, tuple[int, ...]], ...],
     frozen: tuple[bool, ...],
-    whole: tuple[int, ...],
     ranks: int,
     band_per_param: bool,
 ) -> tuple[list[list[Piece]], int, tuple[int, ...]]:
@@ -311,9 +305,7 @@ def _pieces(
             for p, is_frozen in zip(params, frozen, strict=True):
                 p.requires_grad = not is_frozen
             comm = _core.Comm(rank, ranks, None)
-            unit = _core.Unit(
-                "layout", names, params, comm, whole=list(whole), band_per_param=band_per_param
-            )
+            unit = _core.Unit("layout", names, params, comm, band_per_param=band_per_param)
             real = 0
             for i, (_, _, first, numel, *_) in enumerate(_core.unit_places(unit)):
                 real += numel * specs[i][0].itemsize

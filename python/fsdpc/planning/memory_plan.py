@@ -27,11 +27,12 @@ from fsdpc.tensors.device import DEVICES, check_device, get_default_device
 
 #: Optimizers that step matrices inside blocks; AdamW steps the other parameters.
 _OF_MATRICES = ("muon", "orthogonalsgd")
-#: Number of states per parameter that the others keep by default (SGD: 0 without momentum).
+#: Number of states per parameter that the others keep by default (SGD: 0 without momentum,
+#: Adafactor: 1 for vectors only).
 STATES = {
     name.lower(): states
     for name, (_, states) in _core.optimizers().items()
-    if name.lower() not in _OF_MATRICES
+    if name.lower() not in (*_OF_MATRICES, "ema")
 }
 
 
@@ -68,11 +69,11 @@ class MemoryPlan:
     "cuda", the parameter buffer is per rank too: the rank's slices of all units, plus memory for
     the units unsharded at the same time. On CPUs on several ``hosts``, ``reduce`` includes sums in
     transit between hosts; in deterministic mode over NCCL, it includes the peers' contributions to
-    a sum. ``staging`` is memory for transfers to and from a disk, and for Muon's work on a matrix.
-    ``file`` is on the disk and ``pinned`` in host memory next to a GPU; neither counts in the
-    total. ``activation`` is the peak of forward and backward, if a batch was given. ``units`` lists
-    the modules that are units. The plan prints as a table and is displayed as a picture in
-    notebooks.
+    a sum. ``staging`` is memory for transfers to and from a disk, and for the work of Muon and
+    Adafactor. ``file`` is on the disk and ``pinned`` in host memory next to a GPU; neither counts
+    in the total. ``activation`` is the peak of forward and backward, if a batch was given.
+    ``units`` lists the modules that are units. The plan prints as a table and is displayed as a
+    picture in notebooks.
 
     Examples
     --------
@@ -191,8 +192,8 @@ class MemoryPlan:
 class _PlannedUnit(NamedTuple):
     """A unit as the engine plans it, except that ``offload`` has one entry per device."""
 
-    #: dtype, shape, frozen, whether a matrix rule steps it
-    specs: list[tuple[_core.dtype, tuple[int, ...], bool, bool]]
+    #: dtype, shape, frozen, and "matrix" or "factored" if such a rule steps it
+    specs: list[tuple[_core.dtype, tuple[int, ...], bool, str]]
     param_dtype: Any
     reduce_dtype: Any
     offload: dict[str, _core.Offload | None]
@@ -211,18 +212,34 @@ class _Question(NamedTuple):
     prefetch: int
     n_states: int
     state_format: tuple[_core.dtype, int]
+    ema: bool
+    in_backward: bool
 
     def ask(self, device: str, hosts: int, micro_steps: int) -> dict[str, Any]:
         """Return the fields of a plan: bytes by category, and messages between hosts."""
         is_gpu = device == "cuda"
         hosts = 1 if is_gpu else hosts  # NCCL keeps no sums in transit
         groups = groups_on_hosts(self.mesh, hosts, math.prod(self.mesh) // hosts)
-        rows = _core.plan_root(
-            [unit._replace(offload=unit.offload[device]) for unit in self.units],
-            self.mesh, tuple(group[:2] for group in groups), is_gpu, self.single, self.prefetch,
-            self.n_states, self.state_format, micro_steps,
-        )  # fmt: skip
+
+        def rows_of(units: Any, n_states: int, state_format: tuple[_core.dtype, int]) -> list[Any]:
+            return _core.plan_root(
+                units, self.mesh, tuple(group[:2] for group in groups), is_gpu, self.single,
+                self.prefetch, n_states, state_format, micro_steps,
+            )  # fmt: skip
+
+        units = [unit._replace(offload=unit.offload[device]) for unit in self.units]
+        rows = rows_of(units, self.n_states, self.state_format)
+        if self.ema:  # one more state in its parameter's dtype, whichever rule steps the parameter
+            units = [unit._replace(specs=[spec[:3] for spec in unit.specs]) for unit in units]
+            rows += [row for row in rows_of(units, 1, as_format(None)) if row[0] == "states"]
         found = dict.fromkeys(_CATEGORIES, 0)
+        if self.in_backward and min(self.mesh) > 1:
+            raise NotImplementedError(f"step_in_backward with replicas of shards: {self.mesh}")
+        if self.in_backward:
+            of_units = [rows_of([unit], 0, as_format(None)) for unit in units]
+            each = [sum(r[2] * r[3] for r in of_unit if r[0] == _GRADS) for of_unit in of_units]
+            found["grad"] = sum(sorted(each)[-2:])
+            rows = [row for row in rows if row[0] != _GRADS]
         messages: dict[str, int] = {}
         for name, kind, n_bytes, count, where in rows:
             if where == "message":
@@ -232,6 +249,7 @@ class _Question(NamedTuple):
         return {**found, "_messages": messages}
 
 
+_GRADS = "gradients"  # the engine's name of these rows
 _CATEGORIES = ("unsharded", "master", "grad", "state", "reduce", "staging", "file", "pinned")
 
 
@@ -246,6 +264,8 @@ def memory_plan(
     optimizer: str | int = "adamw",
     offload_policy: OffloadPolicy | None = None,
     state_dtype: Any = None,
+    ema: bool = False,
+    step_in_backward: bool = False,
 ) -> MemoryPlan:
     """Compute the memory that the engine will use on each rank while a model trains.
 
@@ -273,6 +293,11 @@ def memory_plan(
         As in :func:`fully_shard`, for a model that is not sharded.
     state_dtype : dtype, "int8" or Int8, default float32
         Of the optimizer's states.
+    ema : bool, default False
+        Include the averages of an :class:`fsdpc.EMA`, in ``state``.
+    step_in_backward : bool, default False
+        The optimizer steps units inside backward, so gradients need memory for the two largest
+        units. On a single rank, units inside others need more: one for each level.
 
     Returns
     -------
@@ -303,8 +328,10 @@ def memory_plan(
     if mesh is None and isinstance(model, FSDPModule):
         mesh = rules.mesh_shape_of(model)
     replicate, shard = grid(mesh, strategy)
-    matrices = takes_muon(model) if optimizer in _OF_MATRICES else set()
-    units = _sharded_units(model, matrices) if isinstance(model, FSDPModule) else []
+    rules_of = _rules_of(model, optimizer)
+    if rules_of and as_format(state_dtype)[0] is not _core.float32:
+        raise ValueError(f"state_dtype={state_dtype!r}: {optimizer}'s states are float32")
+    units = _sharded_units(model, rules_of) if isinstance(model, FSDPModule) else []
     described = f"{len(units)} units, as sharded"
     if not units:
         described = "the units of the plan and the rest"
@@ -316,7 +343,7 @@ def memory_plan(
                 own = set(map(id, blocks))
                 plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
         policy = mp_policy or MixedPrecisionPolicy()
-        units = _planned_units(model, plan, policy, strategy, offload_policy, matrices)
+        units = _planned_units(model, plan, policy, strategy, offload_policy, rules_of)
     if strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM:
         units = [unit._replace(keep_grads=True) for unit in units]
     world = group._world
@@ -331,6 +358,8 @@ def memory_plan(
             if isinstance(optimizer, str) else int(optimizer)
         ),
         state_format=as_format(state_dtype),
+        ema=ema,
+        in_backward=step_in_backward,
     )
     activation = None
     if batch_shape is not None:
@@ -359,23 +388,33 @@ def grid(mesh: Any, strategy: Any) -> tuple[int, int]:
 
 
 def _specs(
-    unit: _core.Unit, matrices: set[int]
-) -> list[tuple[_core.dtype, tuple[int, ...], bool, bool]]:
+    unit: _core.Unit, rules_of: dict[int, str]
+) -> list[tuple[_core.dtype, tuple[int, ...], bool, str]]:
     places = zip(unit.params, _core.unit_places(unit), strict=True)
     return [
-        (dtype, shape, group >= unit.trained_groups, i in matrices)
+        (dtype, shape, group >= unit.trained_groups, rules_of.get(i, ""))
         for i, ((_, dtype, shape), (group, *_)) in enumerate(places)
     ]
 
 
-def _sharded_units(model: Any, matrices: set[int]) -> list[_PlannedUnit]:
-    found: dict[_core.Unit, set[int]] = {}
+def _rules_of(model: Any, optimizer: str | int) -> dict[int, str]:
+    """Return, by ``id()`` of a parameter, the kind of rule by which it is stepped if not "".
+
+    The engine plans other memory for these.
+    """
+    if optimizer == "adafactor":
+        return {id(p): "factored" for p in model.parameters()}
+    return dict.fromkeys(takes_muon(model), "matrix") if optimizer in _OF_MATRICES else {}
+
+
+def _sharded_units(model: Any, rules_of: dict[int, str]) -> list[_PlannedUnit]:
+    found: dict[_core.Unit, dict[int, str]] = {}
     for p in model.parameters():
-        if id(p) in matrices and p._unit is not None:
-            found.setdefault(p._unit, set()).add(p._index)
+        if id(p) in rules_of and p._unit is not None:
+            found.setdefault(p._unit, {})[p._index] = rules_of[id(p)]
     return [
         _PlannedUnit(
-            specs=_specs(unit, found.get(unit, set())),
+            specs=_specs(unit, found.get(unit, {})),
             param_dtype=unit.param_dtype,
             reduce_dtype=unit.reduce_dtype,
             offload=_sharded_offload(unit.offload),
@@ -400,7 +439,7 @@ def _planned_units(
     policy: MixedPrecisionPolicy,
     strategy: Any,
     offload_policy: OffloadPolicy | None,
-    matrices: set[int],
+    rules_of: dict[int, str],
 ) -> list[_PlannedUnit]:
     stays = strategy is not None and as_strategy(strategy).keeps_params
     chosen: list[tuple[list[Any], dict[str, Any]]] = []
@@ -418,7 +457,10 @@ def _planned_units(
         policies = options.get("offload_policy", offload_policy)
         units.append(
             _PlannedUnit(
-                specs=[(p.dtype, p.shape, not p.requires_grad, id(p) in matrices) for p in params],
+                specs=[
+                    (p.dtype, p.shape, not p.requires_grad, rules_of.get(id(p), ""))
+                    for p in params
+                ],
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
                 offload={name: planned(policies, name) for name in DEVICES},

@@ -171,7 +171,11 @@ def clip_grad_value_(module: Module | Iterable[Parameter], clip_value: float) ->
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must be at least 0, got {clip_value}")
-    grads = [p.grad for _, p in _named(module) if not getattr(p, "_ignored", False)]
+    params = [p for _, p in _named(module) if not getattr(p, "_ignored", False)]
+    for p in params:
+        if p._unit is not None:
+            p._unit.refuse_stepped()
+    grads = [p.grad for p in params]
     _core.clamp_([g for g in grads if g is not None], float(clip_value))
 
 

@@ -231,7 +231,10 @@ class FSDPModule:
         raise TypeError("a sharded module is not pickled: save its state_dict()")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardedError("FSDP does not support deepcopy: copy a module before fully_shard()")
+        raise ShardedError(
+            "FSDP does not support deepcopy: copy a module before fully_shard(); to average the "
+            "weights of a sharded one, use the frontend's EMA instead of AveragedModel"
+        )
 
 
 def plain_class(cls: type) -> type:

@@ -197,10 +197,11 @@ def _check_parameter(name: str, p: Parameter) -> None:
             "children before parents, and modules that share (tie) a parameter together, in the "
             "unit of a module around them all"
         )
-    if not p.dtype.is_floating_point:
+    is_frozen_bytes = p.dtype == _core.uint8 and not p.requires_grad
+    if not (p.dtype.is_floating_point or is_frozen_bytes):
         raise TypeError(
-            f"parameter '{name}' is {p.dtype.name}; only floating point parameters can be "
-            "sharded: make it a buffer"
+            f"parameter '{name}' is {p.dtype.name}; only floating point parameters and frozen "
+            "uint8 ones can be sharded: make it a buffer"
         )
     if p.is_deferred and p._recipe is None:
         raise ValueError(f"deferred parameter '{name}' has no initial value: use fsdpc.nn.init")

@@ -25,6 +25,7 @@ from fsdpc.torch._install import install, uninstall
 from fsdpc.torch._module import FSDPModule, fully_shard, share_comm_ctx
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.ddp import DistributedDataParallel
+from fsdpc.torch.ema import EMA
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from fsdpc.torch.kernels import KernelLinear, use_kernels
 from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
@@ -40,7 +41,7 @@ from fsdpc.torch.state_dict import (
 backend.register()
 
 __all__ = [
-    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DistributedDataParallel",
+    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DistributedDataParallel", "EMA",
     "FSDPModule", "FullOptimStateDictConfig", "FullStateDictConfig", "FullyShardedDataParallel",
     "KernelLinear", "MixedPrecision", "MixedPrecisionPolicy", "OffloadPolicy",
     "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",

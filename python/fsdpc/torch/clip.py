@@ -83,6 +83,9 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with_grad = [p for p in params if p.grad is not None]
+    for p in params if len(with_grad) < len(params) else ():
+        if hasattr(p, "fsdpc"):
+            p.fsdpc.unit.refuse_stepped()
     held = [getattr(p, "fsdpc", None) for p in with_grad]
     states = list({id(info._state): info._state for info in held if info is not None}.values())
     if states:

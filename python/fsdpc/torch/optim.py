@@ -1,196 +1,25 @@
 """Optimizers that update whole flat shards in C, as subclasses of ``torch.optim.Optimizer``.
 
-Schedulers, GradScaler and ``state_dict`` work as with torch's own optimizers. The engine owns the
-states; ``state_dict()`` and ``shard_state`` return them as DTensors.
+Schedulers, GradScaler and ``state_dict`` work as with torch's own optimizers.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdpc import _core
-from fsdpc.optim import formats, matrix
+from fsdpc.optim import factored, matrix
 from fsdpc.torch import _device, _shards
-from fsdpc.torch._unit import ShardInfo, UnitState, take_grads
+from fsdpc.torch._flat_optimizer import DECOUPLED, FlatOptimizer, plain
+from fsdpc.torch._unit import ShardInfo
 
-_DECOUPLED = "decoupled_weight_decay"
 #: Groups have what torch's have, so that its checkpoints load here and ours there.
 _OF_ADAM = frozenset(inspect.signature(torch.optim.Adam).parameters)
-
-
-class _States(dict[Any, Any]):
-    """``optimizer.state``, read-only: ``[p]`` returns :meth:`FlatOptimizer.shard_state`.
-
-    It is truthy if there are states, but iterating over it yields nothing, because torch's
-    functions would move, cast or drop states that the engine owns.
-    """
-
-    def __init__(self, optimizer: FlatOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __bool__(self) -> bool:
-        found = self._optimizer()
-        return found is not None and any(map(found._steps_of, _shards.params_of(found)))
-
-    def __missing__(self, p: Any) -> dict[str, torch.Tensor]:
-        found = self._optimizer()
-        return {} if found is None else found.shard_state(p)
-
-
-class FlatOptimizer(torch.optim.Optimizer):
-    """Base class of this module's optimizers, which make one pass over memory per step."""
-
-    _kind = "AdamW"
-    _hypers: tuple[str, ...] = ()  # options that the engine reads, from the row of its table
-    # torch assigns to it at construction and when loading; both assignments are ignored.
-    state: _States = property(_States, lambda self, value: None)  # type: ignore[assignment]
-
-    def __init_subclass__(cls) -> None:
-        fields, _ = _core.optimizers()[cls._kind]
-        cls._hypers = tuple(fields.replace("beta1 beta2", "betas").split())
-
-    def __init__(self, params: Any, defaults: dict[str, Any], state_dtype: Any = None) -> None:
-        if isinstance(state_dtype, torch.dtype):
-            state_dtype = str(state_dtype).removeprefix("torch.")
-        dtype, min_numel = formats.as_format(state_dtype)
-        self._core = _core.Optimizer(self._kind, dtype, 0, min_numel)
-        self._units: dict[int, UnitState] = {}
-        super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters with its own options."""
-        super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        group = self.param_groups[index]
-        if group.get("differentiable"):
-            raise NotImplementedError("differentiable steps: use torch.optim")
-        self._core.check(**self._options(group))
-        for p in group["params"]:
-            info = getattr(p, "fsdpc", None)
-            if not isinstance(info, ShardInfo):
-                raise ValueError(
-                    f"a parameter {tuple(p.shape)} belongs to no sharded module: call fully_shard "
-                    "before making the optimizer; give ignored parameters to one of torch.optim"
-                )
-            self._units[id(info._state)] = info._state
-            info._state.optimizers.add(self)
-            self._core.add(info.unit, info._index, index)
-        self._pass_hypers()
-
-    def _pass_hypers(self) -> None:
-        decoupled = self.defaults.get(_DECOUPLED)
-        for i, group in enumerate(self.param_groups):
-            if group.get(_DECOUPLED, decoupled) != decoupled:
-                raise ValueError(
-                    f"{type(self).__name__} with {_DECOUPLED}={group[_DECOUPLED]}, as in a state "
-                    "that was loaded: AdamW decouples weight decay, and Adam does not"
-                )
-            self._core.set_hyper(i, **self._options(group))
-
-    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {key: _plain(group[key]) for key in self._hypers}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update parameters from their gradients; collective.
-
-        Parameters
-        ----------
-        closure : callable, optional
-            Evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._pass_hypers()
-        for state in self._units.values():
-            state.torch_unit.follow()
-        take_grads(list(self._units.values()))
-        self._core.step()
-        return loss
-
-    def _codes(self, p: torch.Tensor) -> list[tuple[str, str]]:
-        """Return the name and the code of each state."""
-        for i, group in enumerate(self.param_groups):
-            if any(q is p for q in group["params"]):
-                codes = self._core.state_codes(i)
-                return list(zip(self._core.state_names(i), codes, strict=True))
-        raise KeyError(f"the optimizer was not given this parameter {tuple(p.shape)}")
-
-    def state_rows(self, p: Any, write: bool = False) -> dict[str, _core.Tensor]:
-        """Return this rank's rows of a parameter's states, in the engine's memory.
-
-        A coded state is uint8, and ``"<name>_blockmax"`` has the maxima of its blocks.
-        """
-        unit, i = p.fsdpc.unit, p.fsdpc._index
-        rows: dict[str, _core.Tensor | None] = {}
-        for k, (name, _) in enumerate(self._codes(p)):
-            rows[name] = self._core.state(unit, i, k, write)
-            rows[name + formats.MAXIMA] = self._core.maxima(unit, i, k, write)
-        return {name: held for name, held in rows.items() if held is not None}
-
-    def _steps_of(self, p: Any) -> int:
-        return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
-
-    def shard_state(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return a parameter's states as DTensors, and ``step``; {} before the first step."""
-        steps = self._steps_of(p)
-        if steps == 0:
-            return {}
-        return {"step": torch.tensor(float(steps)), **self.state_tensors(p)}
-
-    def state_tensors(self, p: Any) -> dict[str, torch.Tensor]:
-        """Return a parameter's states as DTensors: over the engine's memory, or decoded copies."""
-        state, i = p.fsdpc._state, p.fsdpc._index
-        shape, show = state.unit.local(i).shape, state.layouts[i].show
-        rows, found = self.state_rows(p), {}
-        for name, code in self._codes(p):
-            if name in rows:
-                held, most = rows[name], rows.get(name + formats.MAXIMA)
-                held = held if most is None else formats.decoded(code, held, most, shape)
-                found[name] = state.wrap(i, show(_device.to_torch(held).reshape(shape)))
-        return found
-
-    def set_shard_state(self, p: Any, values: Mapping[str, Any]) -> None:
-        """Load ``step`` and this rank's rows of a parameter's states."""
-        unit, i = p.fsdpc.unit, p.fsdpc._index
-        held = {name: v for name, v in values.items() if name != "step" and v is not None}
-        if held:
-            self._core.make_states(unit, i)
-        layout = p.fsdpc._state.layouts[i]
-        views = self.state_rows(p, write=bool(held))
-        for name, code in self._codes(p):
-            if name not in held or name not in views:
-                continue
-            given = layout.rows_of(_shards.local(p, held[name]))
-            if name + formats.MAXIMA in views:
-                floats = _device.to_engine(given.float().reshape(views[name].shape).contiguous())
-                formats.write_rows([(name, code)], views, {name: floats}, unit.local(i).shape)
-            else:
-                _device.to_torch(views[name]).reshape(-1).copy_(given.reshape(-1))
-        # Set the step count last, because it marks the states as valid. torch's SGD does not count
-        # steps.
-        self._core.set_step_count(unit, i, int(values.get("step", bool(held))))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the options and this rank's rows of the states, in torch's format."""
-        result = super().state_dict()
-        states = ((i, self.shard_state(p)) for i, p in enumerate(_shards.params_of(self)))
-        result["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in states if s}
-        return result
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load a :meth:`state_dict` that this rank saved in a run with the same number of ranks."""
-        _shards.check_all(self, state_dict)
-        super().load_state_dict({**state_dict, "state": {}})
-        for key, p in zip(_shards.keys_of(state_dict), _shards.params_of(self), strict=True):
-            self.set_shard_state(p, state_dict["state"].get(key, {}))
 
 
 class AdamW(FlatOptimizer):
@@ -236,7 +65,7 @@ class AdamW(FlatOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "maximize": maximize, "foreach": foreach,
             "capturable": capturable, "differentiable": differentiable, "fused": fused,
-            **({_DECOUPLED: self._kind == "AdamW"} if _DECOUPLED in _OF_ADAM else {}),
+            **({DECOUPLED: self._kind == "AdamW"} if DECOUPLED in _OF_ADAM else {}),
         }, state_dtype)  # fmt: skip
 
 
@@ -387,6 +216,8 @@ class Muon(FlatOptimizer):
     ns_steps : int, default 5
     adjust_lr_fn : str, optional
         "original" or "match_rms_adamw".
+    ns_dtype : str or dtype, default "float32"
+        Of the factors of products; "bfloat16" rounds where ``torch.optim.Muon`` does.
 
     Raises
     ------
@@ -394,12 +225,12 @@ class Muon(FlatOptimizer):
         A group of Muon has a parameter that is neither a matrix nor a stack of them.
     NotImplementedError
         Such a parameter is also sharded by tensor parallelism, or along another dimension than 0.
-        In the first step: it is on a GPU or offloaded.
+        In the first step: it is offloaded.
 
     Notes
     -----
-    Iterations are in float32, those of ``torch.optim.Muon`` in bfloat16, so the two differ by the
-    rounding of bfloat16. Stacks of matrices (three dimensions) are stepped matrix by matrix.
+    With ``ns_dtype="float32"``, steps differ from those of ``torch.optim.Muon`` by the rounding of
+    its bfloat16. Stacks of matrices (three dimensions) are stepped matrix by matrix.
     """
 
     _kind = "Muon"
@@ -415,11 +246,12 @@ class Muon(FlatOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        ns_dtype: str | torch.dtype = "float32",
     ) -> None:
         super().__init__(params, {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
+            "adjust_lr_fn": adjust_lr_fn, "ns_dtype": str(ns_dtype).removeprefix("torch."),
         })  # fmt: skip
 
     def _refuse_params(self, group: dict[str, Any]) -> None:
@@ -431,36 +263,156 @@ class Muon(FlatOptimizer):
         labels = [(f"'{_label(p)}'", tuple(p.shape)) for p in params]
         matrix.refuse_vectors("Muon", len(self.param_groups), labels)
         for p in params:
-            info = getattr(p, "fsdpc", None)
-            if isinstance(info, ShardInfo) and not info._state.layouts[info._index].is_plain:
-                raise NotImplementedError(
-                    f"Muon needs whole rows of '{info.name}', which is sharded by tensor "
-                    "parallelism or along another dimension than 0: put it into a group with "
-                    "use_muon=False"
-                )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of Muon or, with ``"use_muon": False``, of AdamW."""
-        given = param_group["params"]
-        params = [given] if isinstance(given, torch.Tensor) else list(given)
-        named = bool(params) and isinstance(params[0], tuple)
-        group = {**param_group, "params": [p for _, p in params] if named else params}
-        self._refuse_params(group)
-        super().add_param_group({**group, "params": params})
+            _refuse_cut_rows(p, "Muon", "put it into a group with use_muon=False")
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        use_muon = group.get("use_muon", True)  # torch.optim.Muon's state has none
-        names = [n for n in (self.defaults if use_muon else matrix.ADAMW) if n != "use_muon"]
-        options = {name: _plain(group[name]) for name in names}
+        use_muon = group.get("use_muon", True)  # groups of torch.optim.Muon have not all options
+        own = self.defaults if use_muon else matrix.ADAMW
+        names = [name for name in own if name != "use_muon"]
+        options = {name: plain(group.get(name, own[name])) for name in names}
         return matrix.engine_options({**options, "use_muon": use_muon}, self._kind)
+
+
+class Adafactor(FlatOptimizer):
+    """``torch.optim.Adafactor`` over the parameters of sharded modules.
+
+    Parameters
+    ----------
+    params : iterable
+    lr : float or Tensor, default 1e-2
+    beta2_decay : float, default -0.8
+    eps : (float or None, float), default (None, 1e-3)
+    d : float, default 1.0
+    weight_decay : float, default 0
+    foreach : bool, optional
+        Has no effect.
+    maximize : bool, default False
+
+    Raises
+    ------
+    ValueError
+        An option is out of range, or a parameter belongs to no sharded module.
+    NotImplementedError
+        A parameter is also sharded by tensor parallelism, or along another dimension than 0. In the
+        first step: it is offloaded.
+
+    Notes
+    -----
+    ``row_var`` is sharded like the parameter's rows. ``col_var`` is replicated, or sharded too if
+    there are more than two dimensions.
+    """
+
+    _kind = "Adafactor"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, {
+            "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay,
+            "foreach": foreach, "maximize": maximize,
+        })  # fmt: skip
+
+    def _refuse_params(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            _refuse_cut_rows(p, "Adafactor", "give it to another optimizer")
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        names = ("lr", "beta2_decay", "d", "weight_decay", "maximize")
+        options = {name: plain(group[name]) for name in names}
+        return factored.engine_options({**options, "eps": group["eps"]})
+
+    def _codes(self, p: torch.Tensor) -> list[tuple[str, str]]:
+        return [(name, "") for name in factored.state_names(tuple(p.shape))]
+
+    def state_rows(self, p: Any, write: bool = False) -> dict[str, _core.Tensor]:
+        """Return the part of a parameter's states that this rank has, in the engine's memory."""
+        unit, i = p.fsdpc.unit, p.fsdpc._index
+        if p.dim() < 2:
+            variance = self._core.state(unit, i, 0, write)
+            return {} if variance is None else {"variance": variance}
+        if p.numel() == 0 or (not write and self._steps_of(p) == 0):
+            return {}
+        return dict(zip(factored.MEANS, self._core.factors(unit, i), strict=True))
+
+    def state_tensors(self, p: Any) -> dict[str, torch.Tensor]:
+        """Return a parameter's states as DTensors over the engine's memory."""
+        if p.dim() < 2:
+            return super().state_tensors(p)
+        rows = self.state_rows(p).items()
+        return {name: _means(p, name, _device.to_torch(held)) for name, held in rows}
+
+    def set_shard_state(self, p: Any, values: Mapping[str, Any]) -> None:
+        """Load ``step`` and this rank's part of a parameter's states."""
+        shape, info = tuple(p.shape), p.fsdpc
+        names = {"step", *factored.state_names(shape)}
+        if values and not names <= set(values):
+            raise KeyError(
+                f"Adafactor needs {sorted(names)} of '{info.name}', and the state has "
+                f"{sorted(values)}"
+            )
+        if p.dim() < 2 or not values:
+            super().set_shard_state(p, values)
+            return
+        _, begin, _, _ = _core.master_shard(info.unit, info._index, False)
+        for name, held in self.state_rows(p, write=True).items():
+            given, own = values[name], _device.to_torch(held)
+            if isinstance(given, DTensor):
+                _shards.check(p, name, given)
+                placed = (p.device_mesh, _placements(p, name)) if isinstance(p, DTensor) else ()
+                same = placed == (given.device_mesh, given.placements)
+                given = given._local_tensor if same else given.full_tensor()
+            if given.shape == factored.shape_of(name, shape):
+                _, first = factored.place_of(name, shape, begin)
+                given = given.reshape(-1)[first : first + own.numel()]
+            own.reshape(-1).copy_(given.reshape(-1))
+        self._core.set_step_count(info.unit, info._index, int(values["step"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the options and this rank's part of the states, in torch's format."""
+        result = super().state_dict()
+        for i, p in enumerate(_shards.params_of(self)):
+            for name, value in result["state"].get(i, {}).items():
+                if factored.is_mean(name) and isinstance(value, DTensor) and p.fsdpc.is_spread:
+                    if not factored.is_whole(name, tuple(p.shape)):
+                        value.fsdpc_rows = p.fsdpc.extent  # type: ignore[attr-defined]
+        return result
+
+
+def _placements(p: Any, name: str) -> tuple[Any, ...]:
+    """Return the placements of means of a DTensor."""
+    whole = factored.is_whole(name, tuple(p.shape))
+    return tuple([Replicate()] * len(p.placements)) if whole else tuple(p.placements)
+
+
+def _means(p: Any, name: str, own: torch.Tensor) -> torch.Tensor:
+    """Return means that this rank has as a DTensor, or unchanged if parameters are plain."""
+    if not isinstance(p, DTensor):
+        return own
+    shape = torch.Size(factored.shape_of(name, tuple(p.shape)))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        own, p.device_mesh, _placements(p, name), run_check=False, shape=shape, stride=stride
+    )
+
+
+def _refuse_cut_rows(p: Any, kind: str, cure: str) -> None:
+    info = getattr(p, "fsdpc", None)
+    if isinstance(info, ShardInfo) and not info._state.layouts[info._index].is_plain:
+        raise NotImplementedError(
+            f"{kind} needs whole rows of '{info.name}', which is sharded by tensor parallelism or "
+            f"along another dimension than 0: {cure}"
+        )
 
 
 def _label(p: Any) -> str:
     info = getattr(p, "fsdpc", None)
     return info.name if isinstance(info, ShardInfo) else "a parameter"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return tuple(map(float, value)) if isinstance(value, (tuple, list)) else value

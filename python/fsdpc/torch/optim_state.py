@@ -66,7 +66,10 @@ def get_optimizer_state_dict(
         return local_optimizer_state_dict(model, optimizer)
 
     def full(p: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        if not isinstance(value, DTensor):
+            return value.clone()
+        whole = value.full_tensor()
+        return whole.clone() if whole.data_ptr() == value._local_tensor.data_ptr() else whole
 
     found = _by_name(model, optimizer, full)
     units = [p.fsdpc._state for p in params_of(optimizer) if hasattr(p, "fsdpc")]

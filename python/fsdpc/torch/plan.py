@@ -72,9 +72,6 @@ def shard_by_plan(
 def _gather_in_generate(model: Any) -> None:
     """Make ``generate()`` gather parameters; if possible, ranks may differ in step counts."""
     if not _device.on_cpu():
-        for m in model.modules():
-            if hasattr(type(m), "fsdp_plan"):
-                m.__dict__["_is_fsdp_managed_module"] = True  # makes transformers use synced_gpus
         return register_fsdp_forward_method(model, "generate")
     method = model.generate
 
