@@ -52,8 +52,9 @@ HANG_S = 120  # a Python test that takes longer prints where it is
 EMULATION_FACTOR = 10  # of limits
 
 # What is looked at for races between the threads of a kernel: ours alone.
-HAZARDOUS = ("test_attention_kernels", "test_flat_kernels", "test_moments_kernels",
-             "test_nn_kernels", "test_norm_kernels", "test_step_kernels")  # fmt: skip
+HAZARDOUS = ("test_attention_kernels", "test_factored_kernels", "test_flat_kernels",
+             "test_moments_kernels", "test_nn_kernels", "test_norm_kernels",
+             "test_step_kernels", "test_weight_kernels")  # fmt: skip
 # Ranks with a GPU each: those that need two, and those that try more worlds where there are more.
 # Sanitizers would look at NCCL's kernels and threads there.
 NEED_TWO = ("test_engine_windows", "test_nccl_register")

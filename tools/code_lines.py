@@ -8,10 +8,10 @@ tests/lint compares the same counts with the ceilings.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
@@ -80,8 +80,11 @@ def _past(line: str, at: int) -> int:
     return at + 1
 
 
-def main(folders: list[str]) -> None:
+def main() -> None:
     """Print the counts."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("folders", nargs="*", help="count these, and each folder in them")
+    folders = options.parse_args().folders
     for folder in folders or FOLDERS:
         inside = sorted(p for p in (ROOT / folder).iterdir() if p.is_dir()) if folders else []
         for path in [ROOT / folder, *inside]:
@@ -91,4 +94,4 @@ def main(folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -61,8 +61,9 @@ NO_TOOLKIT = f"no nvcc in $CUDA_HOME/bin, pip's nvidia packages, on PATH or in {
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
 # written. The others may be contracted, as nvcc does by default.
-EXACT = {"binary", "block_code", "cast", "embedding", "extremum", "gate", "global_norm", "init",
-         "magnitude", "scale", "step", "step_coded", "step_f64", "sumpow", "tree"}
+EXACT = {"binary", "block_code", "cast", "embedding", "extremum", "factored",
+         "gate", "global_norm", "init",
+         "magnitude", "scale", "step", "step_coded", "step_f64", "sumpow", "tree", "weight_code"}
 
 # Tests in which several streams share memory, and the kernels that run there.
 STREAM_TESTS = ("test_streams", "test_engine_windows")

@@ -49,7 +49,7 @@ KINDS = {
 # The C functions take dimensions as int, numbers of things as size_t, and seeds modulo 2^64.
 BY_NAME = {
     r"(\w+_)?dim\d?": {"int": ("INT", "int {}")},
-    r"rows|chunk_rows|groups|window|steps": {"int": ("COUNT", "size_t {}")},
+    r"rows|columns|chunk_rows|groups|window|steps": {"int": ("COUNT", "size_t {}")},
     r"seed|stream": {"int": ("BITS64", "uint64_t {}")},
 }
 DEFAULTS = {"True": "true", "False": "false", "None": "NULL"}

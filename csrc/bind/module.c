@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "engine/plan.h"
+#include "ops/weight_code.h"
 
 /* Adds the type to the module under the last component of its name. */
 static PyObject *make_type(PyObject *module, PyType_Spec *spec)
@@ -43,6 +44,22 @@ static int add_getset(PyObject *type, PyGetSetDef *getset)
     return 0;
 }
 
+/* Adds the names of the schemes of quantised weights, as a tuple. */
+static int add_schemes(PyObject *module)
+{
+    PyObject *names = PyTuple_New(FSDPC_WEIGHT_SCHEMES);
+    for (int i = 0; names && i < FSDPC_WEIGHT_SCHEMES; i++) {
+        PyObject *name = PyUnicode_FromString(fsdpc_weight_name((fsdpc_weight_scheme)i));
+        if (!name)
+            Py_CLEAR(names);
+        else
+            PyTuple_SET_ITEM(names, i, name);
+    }
+    int result = names ? PyModule_AddObjectRef(module, "weight_schemes", names) : -1;
+    Py_XDECREF(names);
+    return result;
+}
+
 static int module_exec(PyObject *module)
 {
     fsdpc_py_state *state = PyModule_GetState(module);
@@ -71,6 +88,8 @@ static int module_exec(PyObject *module)
         return -1;
     /* NumPy's operators then defer to the tensor in any expression that contains one. */
     if (PyObject_SetAttrString(state->tensor_type, "__array_ufunc__", Py_None) < 0)
+        return -1;
+    if (add_schemes(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS);
 }

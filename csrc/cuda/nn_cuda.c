@@ -180,6 +180,12 @@ static fsdpc_status embedding_backward(const fsdpc_embedding_args *args, fsdpc_s
     return fsdpc_cuda_embedding_backward(args, stream);
 }
 
+static fsdpc_status dequantize(const fsdpc_dequantize_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(check_float(args->dtype, "a quantised weight"));
+    return fsdpc_cuda_dequantize(args, stream);
+}
+
 static fsdpc_status cross_entropy(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream)
 {
     FSDPC_TRY(check_float(args->dtype, "cross entropy"));
@@ -233,6 +239,7 @@ const fsdpc_nn_ops fsdpc_nn_ops_cuda = {
     .pool_backward = pool,
     .embedding = embedding,
     .embedding_backward = embedding_backward,
+    .dequantize = dequantize,
     .cross_entropy = cross_entropy,
     .cross_entropy_backward = cross_entropy_backward,
     .loss_gradient = loss_gradient,

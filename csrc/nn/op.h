@@ -11,6 +11,15 @@ static inline const fsdpc_nn_ops *fsdpc_op_kernels(const fsdpc_tape *tape)
     return tape->device->nn;
 }
 
+/* Returns the product of all dimensions except the last. */
+static inline size_t fsdpc_op_rows(const fsdpc_tensor *t)
+{
+    size_t rows = 1;
+    for (int i = 0; i < t->ndim - 1; i++)
+        rows *= t->shape[i];
+    return rows;
+}
+
 /* Checks that the memory is valid and the dtype is a float. */
 fsdpc_status fsdpc_op_check_float(const char *op, const char *what, const fsdpc_tensor *t);
 /* Checks that the memory is valid and the dtype is int32 or int64. */
@@ -67,6 +76,9 @@ fsdpc_status fsdpc_op_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gra
 /* Computes the product described by args (with c, c_dtype, ldc and accumulate unset) directly into
  * the input's gradient. */
 fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gemm_args *args);
+
+/* Adds the sum of dy's rows to the gradient of a bias. */
+fsdpc_status fsdpc_op_give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *dy);
 
 /* Accumulates g into the input's gradient, summed over broadcast dimensions and scaled. */
 fsdpc_status fsdpc_op_give_summed(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,

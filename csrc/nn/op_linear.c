@@ -24,25 +24,16 @@ typedef struct linear_extra {
     bool in_out; /* the weight's layout */
 } linear_extra;
 
-/* Returns the product of all dimensions except the last. */
-static size_t rows_of(const fsdpc_tensor *t)
-{
-    size_t rows = 1;
-    for (int i = 0; i < t->ndim - 1; i++)
-        rows *= t->shape[i];
-    return rows;
-}
-
 /* ---- backward ---- */
 
-static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *dy)
+fsdpc_status fsdpc_op_give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *dy)
 {
     fsdpc_grad_target target;
     FSDPC_TRY(fsdpc_op_target(tape, edge, &target));
     fsdpc_sum_args args = {.dtype = dy->dtype,
                            .out_dtype = target.dtype,
                            .ndim = 2,
-                           .shape = {rows_of(dy), dy->shape[dy->ndim - 1]},
+                           .shape = {fsdpc_op_rows(dy), dy->shape[dy->ndim - 1]},
                            .reduced = {true, false},
                            .scale = 1,
                            .x = dy->data,
@@ -89,7 +80,7 @@ static fsdpc_status linear_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_te
 {
     const fsdpc_tensor *x = node->saved[SAVED_X], *w = node->saved[SAVED_WEIGHT];
     bool in_out = ((const linear_extra *)node->extra)->in_out;
-    size_t out = dy->shape[dy->ndim - 1], rows = rows_of(dy);
+    size_t out = dy->shape[dy->ndim - 1], rows = fsdpc_op_rows(dy);
     if (fsdpc_edge_wanted(&node->inputs[1])) {
         const fsdpc_tensor *a = in_out ? x : dy, *b = in_out ? dy : x;
         fsdpc_gemm_args dw = {.dtype = dy->dtype, .k = rows, .trans_a = true};
@@ -100,7 +91,7 @@ static fsdpc_status linear_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_te
         FSDPC_TRY(fsdpc_op_gemm_into(tape, &node->inputs[1], &dw));
     }
     if (fsdpc_edge_wanted(&node->inputs[2]))
-        FSDPC_TRY(give_bias(tape, &node->inputs[2], dy));
+        FSDPC_TRY(fsdpc_op_give_bias(tape, &node->inputs[2], dy));
     if (!fsdpc_edge_wanted(&node->inputs[0]))
         return FSDPC_OK;
     fsdpc_gemm_args args = {.m = rows,
@@ -154,7 +145,7 @@ static fsdpc_status linear_prepare(fsdpc_tape *tape, const fsdpc_tensor *x, cons
         shape[i] = x->shape[i];
     shape[x->ndim - 1] = w->shape[1 - in];
     FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, shape, out));
-    *gemm_out = (fsdpc_gemm_args){.m = rows_of(x),
+    *gemm_out = (fsdpc_gemm_args){.m = fsdpc_op_rows(x),
                                   .n = w->shape[1 - in],
                                   .k = w->shape[in],
                                   .dtype = x->dtype,

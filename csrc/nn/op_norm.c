@@ -171,9 +171,7 @@ fsdpc_status fsdpc_op_norm(fsdpc_tape *tape, bool layer, fsdpc_tensor *x, fsdpc_
         return fsdpc_fail(FSDPC_ERR_SHAPE, "%s: x has no dimension to normalise over", op);
     FSDPC_TRY(check_side(op, "weight", x, weight));
     FSDPC_TRY(check_side(op, "bias", x, bias));
-    size_t rows = 1;
-    for (int i = 0; i < x->ndim - 1; i++)
-        rows *= x->shape[i];
+    size_t rows = fsdpc_op_rows(x);
     fsdpc_tensor *y, *mean = NULL, *rstd = NULL;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
     fsdpc_status st = fsdpc_tensor_create(tape->device, FSDPC_F32, 1, &rows, &rstd);

@@ -97,7 +97,7 @@ fsdpc_status fsdpc_op_logsumexp(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool
 fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, int dim, bool log,
                               fsdpc_tensor **out);
 
-/* ---- products: op_matmul.c, op_linear.c ---- */
+/* ---- products: op_matmul.c, op_linear.c, op_quantized.c ---- */
 
 /* 1-D, 2-D and batched as in NumPy. */
 fsdpc_status fsdpc_op_matmul(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b,
@@ -108,6 +108,16 @@ fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *we
 /* tanh gelu of linear's result */
 fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
                                   fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out);
+
+/* linear() with a weight of `scheme` (ops/weight_code.h): codes (out, bytes) of x's columns, U8, which
+ * get no gradient */
+fsdpc_status fsdpc_op_quantized_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *codes,
+                                       const char *scheme, fsdpc_tensor *bias, fsdpc_tensor **out);
+/* F32 values (rows, columns) -> codes, and codes -> values of `dtype`; no gradients */
+fsdpc_status fsdpc_op_quantize(fsdpc_tape *tape, fsdpc_tensor *values, const char *scheme,
+                               fsdpc_tensor **out);
+fsdpc_status fsdpc_op_dequantize(fsdpc_tape *tape, fsdpc_tensor *codes, const char *scheme,
+                                 size_t columns, fsdpc_dtype dtype, fsdpc_tensor **out);
 
 /* ---- windows of images: op_conv.c, op_pool.c ---- */
 

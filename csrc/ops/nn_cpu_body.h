@@ -11,6 +11,7 @@
 #include "ops/nn_copy_body.h"
 #include "ops/nn_sum_body.h"
 #include "ops/nn_embedding_body.h"
+#include "ops/nn_weight_body.h"
 #include "ops/nn_softmax_body.h"
 #include "ops/nn_cross_entropy_body.h"
 #include "ops/nn_norm_body.h"
@@ -40,6 +41,7 @@ const fsdpc_nn_ops NN_OPS_TABLE = {
     .pool_backward = pool_backward,
     .embedding = embedding,
     .embedding_backward = embedding_backward,
+    .dequantize = dequantize,
     .cross_entropy = cross_entropy,
     .cross_entropy_backward = cross_entropy_backward,
     .loss_gradient = loss_gradient,

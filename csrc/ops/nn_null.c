@@ -66,6 +66,7 @@ ACCEPT(row_affine)
 ACCEPT(rotary)
 ACCEPT(pool)
 ACCEPT(embedding)
+ACCEPT(dequantize)
 ACCEPT(cross_entropy)
 ACCEPT(loss_gradient)
 ACCEPT(dropout)
@@ -94,6 +95,7 @@ static const fsdpc_nn_ops null_ops = {
     .pool_backward = null_pool,
     .embedding = null_embedding,
     .embedding_backward = null_embedding,
+    .dequantize = null_dequantize,
     .cross_entropy = null_cross_entropy,
     .cross_entropy_backward = null_cross_entropy,
     .loss_gradient = null_loss_gradient,

@@ -13,6 +13,7 @@
 
 #include "device/device.h"
 #include "ops/gemm.h"
+#include "ops/weight_code.h"
 
 enum { FSDPC_MAX_DIMS = 8 };
 
@@ -381,6 +382,7 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*pool_backward)(const fsdpc_pool_args *args, fsdpc_stream *stream);
     fsdpc_status (*embedding)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
     fsdpc_status (*embedding_backward)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
+    fsdpc_status (*dequantize)(const fsdpc_dequantize_args *args, fsdpc_stream *stream);
     fsdpc_status (*cross_entropy)(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
     fsdpc_status (*cross_entropy_backward)(const fsdpc_cross_entropy_args *args,
                                            fsdpc_stream *stream);

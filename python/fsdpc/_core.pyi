@@ -1248,6 +1248,83 @@ def linear_gelu(
     [[11.0]]
     """
 
+def quantized_linear(x: Tensor, codes: Tensor, scheme: str, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a quantised weight: ``linear(x, dequantize(codes, scheme, in), bias)``.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., in)
+    codes : Tensor
+        (out, bytes), uint8, as from :func:`quantize`; they get no gradient.
+    scheme : {"nf4", "int4", "int8"}
+    bias : Tensor, optional
+        (out), of x's dtype.
+
+    Returns
+    -------
+    Tensor
+        (..., out)
+
+    Raises
+    ------
+    TypeError
+        An operand has another dtype.
+    ValueError
+        Shapes do not match, or the scheme is unknown.
+
+    Notes
+    -----
+    Blocks of the weight are dequantised to x's dtype, one at a time; no whole copy of it exists.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> codes = fsdpc.functional.quantize(fsdpc.tensor([[1.0, -0.5]]), "int8")
+    >>> fsdpc.functional.quantized_linear(fsdpc.tensor([[2.0, 0.0]]), codes, "int8").tolist()
+    [[2.0]]
+    """
+
+def quantize(values: Tensor, scheme: str) -> Tensor:
+    """Encode the rows of a matrix in few bits.
+
+    Parameters
+    ----------
+    values : Tensor
+        (rows, columns), float32.
+    scheme : {"nf4", "int4", "int8"}
+        "nf4" (NormalFloat, Dettmers et al. 2023): 4 bits per element, and per block of 64 elements
+        a scale of a byte. "int4": 4 bits, and an fp32 scale per block of 128. "int8": 8 bits, and
+        an fp32 scale per row. Blocks begin anew in each row.
+
+    Returns
+    -------
+    Tensor
+        (rows, bytes), uint8. A row has all of its codes and scales: for nf4, ``8 + columns / 64 +
+        columns / 2`` bytes.
+
+    Raises
+    ------
+    ValueError
+        A value is not finite, ``values`` is not such a matrix, or the scheme is unknown.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, ones
+    >>> F.quantize(ones(2, 128), "nf4").shape
+    (2, 74)
+    """
+
+def dequantize(codes: Tensor, scheme: str, columns: int, dtype: DTypeLike) -> Tensor:
+    """Return the values that :func:`quantize` stored, as a matrix of ``columns`` columns.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.dequantize(F.quantize(tensor([[1.0, -1.0, 0.0]]), "int4"), "int4", 3, "float32").tolist()
+    [[1.0, -1.0, 0.0]]
+    """
+
 def softmax(x: Tensor, dim: int = -1) -> Tensor:  # method
     """Return the softmax along a dimension; any dimension but the last requires two copies.
 
@@ -2067,7 +2144,6 @@ class Unit:
         keep_grads: bool = False,
         deterministic: bool = False,
         modules: int = 1,
-        whole: list[int] = ...,
         offload: Offload | None = None,
         band_per_param: bool = False,
     ) -> None: ...
@@ -2137,6 +2213,8 @@ class Unit:
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
+    def refuse_stepped(self) -> None:
+        """Raise NotImplementedError if an optimizer steps the unit inside backward."""
     def bind(self, i: int, full: Tensor | None, /) -> None:
         """Make parameter i use a separate full tensor or, if None, the unit's tensor again."""
     def unshard(self) -> None:
@@ -2196,6 +2274,8 @@ class Optimizer:
         """Set a group's options after checking them; options that are omitted become 0."""
     def step(self) -> None:
         """Make one update; collective."""
+    def step_in_backward(self, refresh: Callable[[], None] | None, /) -> None:
+        """Step units inside backward, and call ``refresh`` before each; None: after backward."""
     def step_alone(
         self,
         group: int,
@@ -2220,6 +2300,10 @@ class Optimizer:
         """
     def maxima(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None:
         """Return the maxima of this rank's blocks of a coded state, else None."""
+    def factors(self, unit: Unit, i: int, whole: bool = False, /) -> tuple[Tensor, Tensor]:
+        """Return Adafactor's means by row and by column: this rank's, or copies of all, which is
+        collective.
+        """
     def make_states(self, unit: Unit, i: int, /) -> None:
         """Create the missing states."""
     def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None:
@@ -2263,6 +2347,7 @@ def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
     trace records floating-point operation counts instead of nanoseconds.
     """
 
+weight_schemes: tuple[str, ...]
 pooled_buffers: int
 
 def plan_root(
@@ -2380,11 +2465,8 @@ class TorchUnit:
     def hold(self, begin: bool, /) -> None:
         """Start or stop keeping the unsharded parameters visible."""
 
-def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int, int]]:
-    """Return (group, full_offset, first, numel, shard_offset, master_offset, owner) per parameter.
-
-    ``owner`` is -1 if the parameter is cut.
-    """
+def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int, int]]:
+    """Return (group, full_offset, first, numel, shard_offset, master_offset) per parameter."""
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
     """Return the "master", "grad" or "unsharded" memory of each flat group that has it."""

@@ -30,7 +30,7 @@ from fsdpc.checkpoint.schema import FILE_DTYPES
 from fsdpc.distributed.agree import agreed
 from fsdpc.models.gpt2 import Expansion, Projection
 from fsdpc.models.llama import activate
-from fsdpc.nn import Linear, Module, Parameter, init
+from fsdpc.nn import Linear, Module, Parameter, QuantizedLinear, init
 from fsdpc.nn.parameter import full_tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -78,6 +78,23 @@ class LoraLinear(_Adapted, Linear):
         return Linear.forward(self, x) + self._delta(x)
 
 
+class LoraQuantizedLinear(_Adapted, QuantizedLinear):
+    """A linear layer over a quantised weight, with an adapter (QLoRA, Dettmers et al. 2023).
+
+    Examples
+    --------
+    >>> from fsdpc import lora, nn
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    >>> names = nn.quantize_(model), lora.apply(model, rank=2)
+    >>> type(model[0]).__name__, model[0].lora_A.dtype.name
+    ('LoraQuantizedLinear', 'float32')
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return QuantizedLinear.forward(self, x) + self._delta(x)
+
+
 class LoraProjection(_Adapted, Projection):
     """GPT-2's projection with an adapter.
 
@@ -115,9 +132,11 @@ class LoraExpansion(_Adapted, Expansion):
 
 
 _ADAPTED: dict[type, type] = {
-    Linear: LoraLinear, Projection: LoraProjection, Expansion: LoraExpansion,
+    Linear: LoraLinear, QuantizedLinear: LoraQuantizedLinear, Projection: LoraProjection,
+    Expansion: LoraExpansion,
 }  # fmt: skip
 _PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
+_PLAIN[LoraQuantizedLinear] = Linear  # merged weights are not quantised
 
 
 def apply(
@@ -191,9 +210,12 @@ def apply(
     model.requires_grad_(False)
     for layer in layers.values():
         out, into = layer.weight.shape
+        dtype = layer.weight.dtype
         if isinstance(layer, Projection):
             out, into = into, out
-        dtype, bound = layer.weight.dtype, 1 / math.sqrt(into)
+        elif isinstance(layer, QuantizedLinear):
+            into, dtype = layer.in_features, layer.dtype
+        bound = 1 / math.sqrt(into)
         layer.lora_A = init.uniform_(Parameter.empty((rank, into), dtype), -bound, bound)
         layer.lora_B = init.zeros_(Parameter.empty((out, rank), dtype))
         layer.lora_scale = (2 * rank if alpha is None else alpha) / rank
@@ -253,8 +275,15 @@ def parameters(model: Module) -> list[Parameter]:
     return [p for _, layer in adapted(model) for p in (layer.lora_A, layer.lora_B)]
 
 
-def merge(model: Module) -> None:
+def merge(model: Module, dtype: Any = None) -> None:
     """Merge the adapters into an unsharded model's weights in place, and remove them.
+
+    Parameters
+    ----------
+    model : Module
+        A model with adapters. Quantised layers with an adapter become linear layers.
+    dtype : dtype, optional
+        Of the merged weights; by default that of the weights, or that before they were quantised.
 
     Raises
     ------
@@ -290,8 +319,14 @@ def merge(model: Module) -> None:
         delta = layer.lora_scale * (b @ a)
         if isinstance(layer, Projection):
             delta = delta.T
-        weight = layer.weight.detach()
-        weight.copy_(_core.tensor(weight.float().numpy() + delta))
+        coded = isinstance(layer, QuantizedLinear)
+        before = layer.dequantized() if coded else layer.weight.detach().float()
+        merged = _core.tensor(before.numpy() + delta)
+        if coded or dtype is not None:
+            own = dtype or (layer.dtype if coded else layer.weight.dtype)
+            layer.weight = Parameter(merged.to(own), requires_grad=False)
+        else:
+            layer.weight.detach().copy_(merged)
         del layer.lora_A, layer.lora_B
         object.__setattr__(layer, "__class__", _PLAIN[type(layer)])
 

@@ -365,3 +365,28 @@ def test_options_that_need_each_other() -> None:
         words = command("--max-restarts", 2, *more)
         done = subprocess.run(words, capture_output=True, text=True, timeout=300)
         assert done.returncode == 2 and "--save-every N to go on from" in done.stderr
+
+
+def test_quantised_runs_save_adapters_and_go_on_with_more_ranks(tmp_path: Path) -> None:
+    train("--ranks", 1, "--steps", 1, "--export", tmp_path / "base")
+    options = ("--init-from", tmp_path / "base", "--lora", 4, "--checkpoint", tmp_path / "run")
+    quantised = (*options, "--quantize", "nf4", "--deterministic", "--batch", 1, "--steps", 4,
+                 "--ema", 0.5)  # fmt: skip
+    first = train(*quantised, "--ranks", 1, "--accumulate", 2, "--save-every", 2)
+    step = tmp_path / "run" / "step-00000004"
+    held = [t.name for t in checkpoint.inspect(step).tensors if t.kind == "model"]
+    assert held and all(".lora_" in name for name in held)
+    shutil.rmtree(step)
+    more = ("--ranks", 2, "--accumulate", 1, "--resume", "--export", tmp_path / "adapter")
+    again = train(*quantised, *more)
+    assert "resumed after step 2" in again and crc(again) == crc(first)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    for wrong, message in (
+        ((*options, "--quantize", "int8", "--resume"), "--quantize int8, and .* --quantize nf4"),
+        (("--quantize", "nf4"), "--quantize needs --lora RANK"),
+    ):
+        done = subprocess.run(command(*wrong), capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    generate = [sys.executable, "-m", "fsdpc", "generate", str(tmp_path / "run"), "x"]
+    done = subprocess.run(generate, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "has the adapters of a run and no model" in done.stderr

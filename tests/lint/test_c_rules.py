@@ -50,15 +50,16 @@ ORDER = {
         nccl_register comm_nccl comm_cuda plugin_cuda
     """,
     "engine": """
-        layout cover state_format slots norm plan unit unit_internal root_internal acts grad_file
-        micro order fill unsharded unsharded_shared unsharded_file unsharded_frontend grads collect
-        clip agree reduce unsharded_slots unsharded_private gather epoch root plan_root
-        optim_internal optim_graph optim_host optim_matrix optim optim_step sched call step_graph
+        layout cover factors state_format slots norm plan unit unit_internal root_internal acts
+        grad_file micro order fill unsharded unsharded_shared unsharded_file unsharded_frontend
+        grads collect clip agree reduce unsharded_slots unsharded_private gather epoch root
+        plan_root optim_internal optim_arrays optim_graph optim_host optim_matrix optim_factored
+        optim optim_step optim_backward sched call step_graph
     """,
     "nn": """
         hook tensor node frame tape backward scalar ops op op_elementwise op_scalar op_shape
         op_attention op_conv op_custom op_dropout op_embedding op_flip op_linear op_loss op_matmul
-        op_moments op_norm op_pool op_reduce op_write
+        op_moments op_norm op_pool op_quantized op_reduce op_write
     """,
 }
 

@@ -41,6 +41,11 @@ UNREAD = {
     "init_distributed": {"_"},
     "summon_full_params": {"offload_to_cpu"},
     # Signatures that a base class or a caller gives.
+    "WeightAveraging.setup": {"trainer", "pl_module"},
+    "WeightAveraging.on_fit_start": {"trainer"},
+    "WeightAveraging.on_exception": {"trainer", "exception"},
+    "WeightAveraging.on_save_checkpoint": {"trainer", "pl_module"},
+    "WeightAveraging.on_load_checkpoint": {"trainer"},
     "Identity.__init__": {"args", "kwargs"},
     "WarmupCosine.factor": {"group"},
     "WarmupDecayLR.factor": {"group"},
@@ -49,7 +54,7 @@ UNREAD = {
 
 # Calls that mirror PyTorch's, or DeepSpeed's, keep their signatures.
 MIRRORS = {
-    "fully_shard", "memory_plan", "AdamW", "Adam", "RMSprop", "SGD", "Muon",
+    "fully_shard", "memory_plan", "AdamW", "Adam", "RMSprop", "SGD", "Muon", "Adafactor",
     "FullyShardedDataParallel",
     "initialize", "Conv1d", "Conv2d", "TransformerEncoderLayer",
 }  # fmt: skip

@@ -15,11 +15,13 @@ PACKAGE = Path(fsdpc.__file__).parent
 
 PROBE = """
 import os, sys, time
+begin = time.process_time()
 import numpy
+of_numpy = time.process_time() - begin
 before = set(sys.modules), set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 begin = time.process_time()
 import fsdpc.integrations
-print(time.process_time() - begin)
+print((time.process_time() - begin) / of_numpy)
 tops = {name.split(".")[0] for name in set(sys.modules) - before[0]}
 print(sorted(tops - sys.stdlib_module_names - {"fsdpc", "numpy"}))
 print(set(os.listdir("/proc/self/fd")) == before[1])
@@ -105,9 +107,9 @@ def test_lazy_modules_come_when_they_are_used() -> None:
     assert lazy & set(imported) == set() and lazy <= set(used)
 
 
-def test_it_takes_a_tenth_of_a_second_beyond_numpy() -> None:
-    # Processor time, the best of a few: the machine may be busy with other tests.
-    assert min(float(probe()[0]) for _ in range(5)) < 0.1
+def test_it_takes_no_longer_than_numpy() -> None:
+    # Processor time against NumPy's in the same process: the machine may be slow or busy.
+    assert min(float(probe()[0]) for _ in range(5)) < 1
 
 
 def test_it_brings_and_starts_nothing() -> None:

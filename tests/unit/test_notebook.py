@@ -310,7 +310,9 @@ def test_an_interrupt_of_the_kernel(kernel: Kernel) -> None:
 
     assert "ranks 0, 1, forked" in kernel.run("%ranks 2")["text"]  # a kernel always has threads
     found = kernel.run(
-        "%%ranks\nx, seen = 1, 'yes'\nprint('begun')\nwhile True: x += 1", on_text=press
+        "%%ranks\nimport fsdpc\nx, seen = 1, 'yes'\nfsdpc.distributed.barrier()\n"
+        "print('begun')\nwhile True: x += 1",
+        on_text=press,
     )
     assert pressed and found["error"]["ename"] == "KeyboardInterrupt", found
     after = kernel.run("%%ranks\nseen")

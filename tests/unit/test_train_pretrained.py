@@ -37,6 +37,7 @@ def train(*options: object) -> str:
 def test_from_a_folder_to_another(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
+    gguf = pytest.importorskip("gguf")
     fsdpc.manual_seed(5)
     begin = Llama(ModelConfig(**SIZES, qk_norm=True, tied=True, eos_token_id=7))
     save_pretrained(begin, tmp_path / "begin")
@@ -56,8 +57,12 @@ def test_from_a_folder_to_another(tmp_path: Path) -> None:
     with torch.no_grad(), fsdpc.no_grad():
         want = read.eval()(torch.from_numpy(words)).logits.numpy()
         np.testing.assert_allclose(end(words).numpy(), want, atol=1e-5)
-    again = train("--init-from", tmp_path / "end", "--steps", 0, "--sample", 0)
-    assert "llama of" in again
+    again = train("--init-from", tmp_path / "end", "--steps", 0, "--sample", 0,
+                  "--export", tmp_path / "end.gguf")  # fmt: skip
+    assert "llama of" in again and f"exported to {tmp_path / 'end.gguf'}" in again
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "end.gguf").tensors}
+    embedding = end.model.embed_tokens.weight.numpy()
+    np.testing.assert_array_equal(tensors["token_embd.weight"], embedding)
 
 
 def checked(*words: object) -> Any:

@@ -122,6 +122,11 @@ FSDPC_PY_RETURNS(linear, a->x->numel + a->weight->numel,
                  fsdpc_op_linear(r->tape, a->x, a->weight, a->bias, a->io, &y))
 FSDPC_PY_RETURNS(linear_gelu, a->x->numel + a->weight->numel,
                  fsdpc_op_linear_gelu(r->tape, a->x, a->weight, a->bias, a->io, &y))
+FSDPC_PY_RETURNS(quantized_linear, a->x->numel + a->codes->numel,
+                 fsdpc_op_quantized_linear(r->tape, a->x, a->codes, a->scheme, a->bias, &y))
+FSDPC_PY_RETURNS(quantize, a->values->numel, fsdpc_op_quantize(r->tape, a->values, a->scheme, &y))
+FSDPC_PY_RETURNS(dequantize, a->codes->numel,
+                 fsdpc_op_dequantize(r->tape, a->codes, a->scheme, a->columns, a->dtype, &y))
 FSDPC_PY_RETURNS(sum, a->x->numel, fsdpc_op_sum(r->tape, a->x, a->dim, a->keepdim, false, &y))
 FSDPC_PY_RETURNS(mean, a->x->numel, fsdpc_op_sum(r->tape, a->x, a->dim, a->keepdim, true, &y))
 FSDPC_PY_RETURNS(sum_squares, a->x->numel,

@@ -19,8 +19,9 @@ from fsdpc.checkpoint.loading import LoadReport, load
 from fsdpc.checkpoint.manager import CheckpointManager
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.saving import SaveHandle, save
+from fsdpc.checkpoint.trained import Trained
 
 __all__ = [
     "CheckpointError", "CheckpointInfo", "CheckpointManager", "LoadReport", "SaveHandle",
-    "TensorInfo", "inspect", "load", "save",
+    "TensorInfo", "Trained", "inspect", "load", "save",
 ]  # fmt: skip

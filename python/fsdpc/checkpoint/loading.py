@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
 from fsdpc.checkpoint.schema import FLOATS
-from fsdpc.checkpoint.shards import Saved, Shard, shards_of, states_of
+from fsdpc.checkpoint.shards import Saved, Shard, States, shards_of, states_of
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 from fsdpc.display import html
 from fsdpc.distributed.agree import agreed
+from fsdpc.optim.ema import STATE
 
 Names = str | Mapping[str, str] | Callable[[str], str]
-_MAY_LACK = ("optimizer", "scheduler", "scaler", "data")
+_MAY_LACK = ("optimizer", "ema", "scheduler", "scaler", "data")
 
 
 @dataclass
@@ -125,6 +126,7 @@ def load(
     job = agreed(
         lambda: _Load(Path(os.path.abspath(os.fspath(path))), state, strict, names, optional)
     )
+    job.check_base()
     try:
         job.verify(agreed(job.read))
     except Exception:
@@ -153,6 +155,7 @@ class _Load:
         self.source: Source = open_source(folder)
         self.report = LoadReport(decode(self.source.content.get("extra")))
         self.reads: list[tuple[Shard, SourceTensor]] = []
+        self.encodes: list[tuple[Shard, SourceTensor]] = []  # of quantised weights
         self.wrong: list[str] = []
         self.differ: list[tuple[str, str, str]] = []  # name, saved value, value here
         for kind in _MAY_LACK:
@@ -165,6 +168,10 @@ class _Load:
             self._match_model(names)
         if "optimizer" in self.state and not self.wrong and not self.differ:
             self._match_optimizer()
+        if "ema" in self.state and not self.wrong and not self.differ:
+            self.state["ema"].counts()  # raises inside swap()
+            self.averages, given = self._states("ema", self.state["ema"].optimizer)
+            self._match_states(self.averages, given)
         if strict:
             self.differ += [(name, "missing", "") for name in self.report.missing]
             self.differ += [(name, "", "unexpected") for name in self.report.unexpected]
@@ -184,6 +191,7 @@ class _Load:
         held = self.held = shards_of(self.state["model"], True)
         given = dict(self.source.model)
         mapped = file_names(names, [p.name for p in held.shards], given)
+        codes = self.source.content.get("codes", {})
         used: set[str] = set()
         self.filled: list[str] = []
         aliases_of: dict[str, list[str]] = {}
@@ -199,15 +207,17 @@ class _Load:
                 self.report.missing.append(shard.name)
                 continue
             self.filled.append(shard.name)
-            self._match(shard, given[found])
+            saved, own = codes.get(found), shard.code and list(shard.code)
+            if saved != own and (saved or given[found].dtype not in FLOATS):
+                self.differ.append((shard.name, *(_code_name(code) for code in (saved, own))))
+            else:
+                self._match(shard, given[found])
         self.report.unexpected += sorted(set(given) - used)
 
     def _match_optimizer(self) -> None:
         content = self.source.content["optimizer"]
-        steps = {name: int(count) for name, count in content["steps"].items()}
-        given = self.source.optimizer
-        own = states_of(self.state["optimizer"], self.state["model"], Saved(steps, given))
-        self.access, self.steps = own.access, own.steps
+        own, given = self._states("optimizer", self.state["optimizer"])
+        self.own = own
         if content["class"] != own.access.kind:
             self.wrong.append(f"its optimizer is {content['class']}, this one {own.access.kind}")
             return
@@ -225,6 +235,20 @@ class _Load:
                     f"parameter group {i} of its optimizer: missing {missing}, unexpected "
                     f"{unexpected}"
                 )
+        self._match_states(own, given)
+
+    def _states(self, kind: str, optimizer: Any) -> tuple[States, dict[str, SourceTensor]]:
+        """Return the states to read of an optimizer or of averages, and those in the files."""
+        averages = f".{STATE}"
+        given = {
+            name: tensor
+            for name, tensor in self.source.optimizer.items()
+            if name.endswith(averages) is (kind == "ema")
+        }
+        steps = {name: int(count) for name, count in self.source.content[kind]["steps"].items()}
+        return states_of(optimizer, self.state["model"], Saved(steps, given)), given
+
+    def _match_states(self, own: States, given: dict[str, SourceTensor]) -> None:
         for shard in own.shards:
             if shard.name in given:
                 self._match(shard, given[shard.name])
@@ -233,8 +257,14 @@ class _Load:
         self.report.unexpected += sorted(set(given) - {p.name for p in own.shards})
 
     def _match(self, shard: Shard, source: SourceTensor) -> None:
-        if tuple(source.shape) != shard.shape:
-            self.differ.append((shard.name, str(tuple(source.shape)), str(shard.shape)))
+        encoded = shard.code and source.dtype in FLOATS
+        shape = shard.shape
+        if encoded:
+            shape = (shape[0], shard.code.columns)
+        if tuple(source.shape) != shape:
+            self.differ.append((shard.name, str(tuple(source.shape)), str(shape)))
+        elif encoded:
+            self.encodes.append((shard, source))
         elif source.dtype != shard.dtype and not {source.dtype, shard.dtype} <= FLOATS:
             self.differ.append((shard.name, source.dtype, shard.dtype))
         else:
@@ -242,24 +272,52 @@ class _Load:
 
     def read(self) -> list[int]:
         """Read this rank's shards and return its contribution to every checksum."""
-        paths = self.source.paths()
+        crcs = self._read([(shard, source, shard.memory) for shard, source in self.reads])
+        for shard, source in self.encodes:  # one at a time: fp32 takes eight times as much memory
+            assert shard.code is not None
+            rows, columns = shard.numel // shard.code.bytes, shard.code.columns
+            values = _core.zeros((rows, columns))
+            place = replace(
+                shard, first=shard.first // shard.code.bytes * columns, numel=values.numel()
+            )
+            crcs += self._read([(place, source, values)])
+            shard.memory.copy_(shard.code.encode(values).reshape(shard.memory.shape))
+        return crcs
+
+    def _read(self, reads: list[tuple[Shard, SourceTensor, _core.Tensor]]) -> list[int]:
+        """Read shards into memory and return this rank's contribution to each checksum."""
+        paths = list(dict.fromkeys(t.file for _, t, _ in reads))
         number_of = {name: i for i, name in enumerate(paths)}
         folder = self.source.folder
         return _core.read_shards(
             [os.fsencode(folder / name) for name in paths],
-            [(number_of[t.file], t.dtype, t.begin, t.end) for _, t in self.reads],
-            [(i, p.first, p.memory) for i, (p, _) in enumerate(self.reads) if p.numel > 0],
-            any(t.crc is not None for _, t in self.reads),
+            [(number_of[t.file], t.dtype, t.begin, t.end) for _, t, _ in reads],
+            [(i, p.first, memory) for i, (p, _, memory) in enumerate(reads) if p.numel > 0],
+            any(t.crc is not None for _, t, _ in reads),
             saving._hook,
         )
 
+    def check_base(self) -> None:
+        """Raise if a model's frozen parameters, which the checkpoint lacks, differ; collective."""
+        base_crc = self.held.base_crc if "model" in self.state else None
+        if base_crc is None or "base" not in self.source.content:
+            return
+        saved, own = self.source.content["base"]["crc32c"], f"{base_crc():08x}"
+        if saved != own:
+            raise CheckpointError(
+                f"{self.source.folder} was saved over another base: the frozen parameters had the "
+                f"checksum {saved}, and those of the model have {own}; load the same base first, "
+                "quantised in the same way"
+            )
+
     def verify(self, crcs: list[int]) -> None:
         """Compare the checksums of whole tensors with those in the manifest; collective."""
-        replicas = [shard.replica for shard, _ in self.reads]
+        reads = self.reads + self.encodes
+        replicas = [shard.replica for shard, _ in reads]
         mine = np.array([crcs, replicas], np.int64).reshape(2, -1)
         every = distributed.world().all_gather(_core.tensor(mine)).numpy()
         wrong = []
-        for i, (shard, source) in enumerate(self.reads):
+        for i, (shard, source) in enumerate(reads):
             want = source.crc
             if want is None:
                 continue
@@ -278,9 +336,9 @@ class _Load:
 
     def spoil(self) -> None:
         """Fill all floats with NaN, so that corrupt values cannot be mistaken for valid ones."""
-        for shard, _ in self.reads:
-            if shard.dtype in FLOATS and shard.numel:
-                shard.memory.fill_(float("nan"))
+        for shard, _ in self.reads + self.encodes:
+            if shard.numel and (shard.code or shard.dtype in FLOATS):
+                shard.memory.fill_(255 if shard.code else float("nan"))  # 255: in all scales, NaN
 
     def apply(self) -> None:
         """Restore everything that is not a tensor."""
@@ -288,13 +346,21 @@ class _Load:
         if "model" in self.state:
             self.held.loaded(self.filled)
         if "optimizer" in self.state:
-            self.access.apply(content["optimizer"]["param_groups"], self.steps)
+            self.own.access.apply(content["optimizer"]["param_groups"], self.own.steps)
             rng = content["rng"]
             _core.set_rng_state(rng["seed"], rng["next_stream"])
             generators.restore(rng.get("ranks", []))
+        if "ema" in self.state:
+            ema, access = self.state["ema"], self.averages.access
+            access.apply([{} for _ in ema.optimizer.param_groups], self.averages.steps)
+            ema.set_counts(content["ema"]["num_updates"], content["ema"]["calls"])
         for kind in ("scheduler", "scaler", "data"):
             if kind in self.state:
                 self.state[kind].load_state_dict(decode(content[kind]))
+
+
+def _code_name(code: list[Any] | None) -> str:
+    return "not quantised" if code is None else f"{code[0]}, {code[1]} columns"
 
 
 def _table(differ: list[tuple[str, str, str]]) -> list[str]:

@@ -21,8 +21,9 @@ from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS
 from fsdpc.checkpoint.shards import Held, Shard, shards_of, states_of
 from fsdpc.checkpoint.values import encode
 from fsdpc.distributed.agree import agree
+from fsdpc.optim.ema import Averages
 
-KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
+KINDS = ("model", "optimizer", "ema", "scheduler", "scaler", "data", "extra")
 
 # A test hook that is called at every file system call; it may raise or end the process.
 _hook: Callable[[str, str], Any] | None = None
@@ -109,10 +110,11 @@ def save(
     path : path
         The folder to create, with its parents. It appears only when all data is on the disk.
     state : mapping
-        ``"model"``: a module, native or torch's, sharded or not. ``"optimizer"``: an optimizer over
-        its parameters. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a ``state_dict()``
-        of numbers, text, lists, tuples and dicts. ``"extra"``: such values of your own. Any key may
-        be omitted.
+        ``"model"``: a module, native or torch's, sharded or not, or a :class:`Trained` with a
+        native one. ``"optimizer"``: an optimizer over its parameters. ``"ema"``: an EMA of the
+        model. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a ``state_dict()`` of
+        numbers, text, lists, tuples and dicts. ``"extra"``: such values of your own. Any key may be
+        omitted.
     dtype : dtype, optional
         Dtype of the model's floating point tensors in the files; by default unchanged.
     max_shard_bytes : float, default 5e9
@@ -194,6 +196,8 @@ def _save(
         assert plan is not None
         check_shared(Path(folder), claim)
         plan.compare_replicas()
+        if plan.base_crc is not None:
+            plan.describe({"base": {"crc32c": f"{plan.base_crc():08x}"}})
         plan.describe({"rng": {**plan.rng, "ranks": generators.gather()}})
         if async_:
             running = plan.make_save(_apart())
@@ -212,8 +216,12 @@ def check_kinds(state: Mapping[str, Any], doing: str) -> None:
     unknown = set(state) - set(KINDS)
     if unknown:
         raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
-    if state.get("optimizer") is not None and state.get("model") is None:
-        raise ValueError(f"{doing} an optimizer takes the model too: it names the parameters")
+    for kind, name in (("optimizer", "an optimizer"), ("ema", "averages")):
+        if state.get(kind) is not None and state.get("model") is None:
+            raise ValueError(f"{doing} {name} takes the model too: it names the parameters")
+    if not isinstance(state.get("ema"), Averages | None):
+        found = type(state["ema"]).__name__
+        raise TypeError(f"'ema' must be an fsdpc.EMA or an fsdpc.torch.EMA, got {found}")
 
 
 def _refuse_to_replace(folder: Path, overwrite: bool) -> None:
@@ -288,6 +296,7 @@ class _Plan:
         self.files: dict[str, str] = {}  # besides those of tensors
         self.members: dict[str, str] = {}  # of the manifest, as JSON
         self.meshes: list[dict[str, int]] = []
+        self.base_crc: Callable[[], int] | None = None
         seed, stream = _core.rng_state()
         self.rng = {"seed": seed, "next_stream": stream}
         aliases: dict[str, str] = {}
@@ -296,7 +305,7 @@ class _Plan:
             if config is not None:
                 self.files[config_json.NAME] = config
             held = shards_of(state["model"], False)
-            aliases = held.aliases
+            aliases, self.base_crc = held.aliases, held.base_crc
             self._describe_model(state["model"], held)
             self._add("model", held.shards, _float_dtype(dtype))
         if state.get("optimizer") is not None:
@@ -307,6 +316,11 @@ class _Plan:
                 "param_groups": states.groups,
                 "steps": states.steps,
             }})  # fmt: skip
+        if state.get("ema") is not None:
+            counts = state["ema"].counts()
+            states = states_of(state["ema"].optimizer, state["model"])
+            self._add("optimizer", states.shards, None)  # named "<parameter>.average"
+            self.describe({"ema": {**counts, "steps": states.steps}})
         self.describe({
             "format": "fsdpc",
             "version": manifest.VERSION,
@@ -339,6 +353,7 @@ class _Plan:
             "model_class": type(model).__name__,
             "units": len(held.units),
             "meshes": self.meshes,
+            "codes": {p.name: list(p.code) for p in held.shards if p.code},
             "strategies": sorted({strategy for _, strategy in held.units}),
         })  # fmt: skip
 

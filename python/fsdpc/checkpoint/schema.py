@@ -41,6 +41,11 @@ def check(content: dict[str, Any]) -> None:
         for key in ("replicate", "shard"):
             _whole(mesh, key, 1)
     _list_of(str, content.get("strategies", []), "strategies")
+    if "base" in content:
+        _crc(_get(content, "base", dict), "crc32c")
+    for name, code in _get({"codes": {}, **content}, "codes", dict).items():
+        if not (isinstance(code, list) and [type(part) for part in code] == [str, int]):
+            raise Unfit(f"codes of '{name}' are {code!r}, not a scheme and columns")
     for entry in _list_of(dict, list(_get(content, "files", dict).values()), "files"):
         _whole(entry, "bytes")
         _whole(entry, "header_bytes", 0, entry["bytes"])
@@ -54,6 +59,8 @@ def check(content: dict[str, Any]) -> None:
                 raise Unfit(f"tensor '{name}': {error}") from None
     if "optimizer" in content:
         _optimizer(_get(content, "optimizer", dict))
+    if "ema" in content:
+        _ema(_get(content, "ema", dict))
 
 
 def _tensor(entry: Any, files: dict[str, Any]) -> None:
@@ -79,6 +86,16 @@ def _optimizer(entry: dict[str, Any]) -> None:
     _get(entry, "class", str)
     for group in _list_of(dict, _get(entry, "param_groups", list), "param_groups"):
         _list_of(str, _get(group, "params", list), "params")
+    _steps(entry)
+
+
+def _ema(entry: dict[str, Any]) -> None:
+    for key in ("num_updates", "calls"):
+        _whole(entry, key)
+    _steps(entry)
+
+
+def _steps(entry: dict[str, Any]) -> None:
     steps = _get(entry, "steps", dict)
     for name in steps:
         _whole(steps, name)

@@ -7,7 +7,7 @@ functions with ``shards_of.register`` and ``access_of.register``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from math import prod
 from typing import Any
@@ -16,7 +16,8 @@ from fsdpc import _core, distributed
 from fsdpc._core import Tensor
 from fsdpc.checkpoint.schema import FILE_DTYPES
 from fsdpc.nn.module import Module, Parameter
-from fsdpc.optim import formats
+from fsdpc.nn.parameter import RowCode
+from fsdpc.optim import factored, formats
 from fsdpc.optim.optimizer import Optimizer
 
 
@@ -41,6 +42,8 @@ class Shard:
         The dtype in files, if ``memory`` contains the elements as raw bytes; otherwise "".
     unit : str, default ""
         Name of the unit that has this master; "" for anything but a unit's parameter.
+    code : RowCode, optional
+        How a quantised weight stores its rows; floats in files are encoded by it.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Shard:
     replica: int
     raw: str = ""
     unit: str = ""
+    code: RowCode | None = None
 
     @property
     def dtype(self) -> str:
@@ -75,12 +79,15 @@ class Held:
         A sharded model's units, each with its strategy's name; informational only.
     loaded : callable
         Called with the shards' names after all were read and verified.
+    base_crc : callable, optional
+        Returns a checksum of the parameters that are not among the shards; collective.
     """
 
     shards: list[Shard]
     aliases: dict[str, str]
     units: list[tuple[_core.Unit, str]]
     loaded: Callable[[Collection[str]], None] = _nothing
+    base_crc: Callable[[], int] | None = None
 
 
 @singledispatch
@@ -118,11 +125,12 @@ def _(model: Module, write: bool) -> Held:
             held.aliases[name] = first_names[id(t)]
         else:
             first_names[id(t)] = name
-            held.shards.append(_parameter(name, t, write))
+            held.shards.append(parameter_shard(name, t, write))
     return held
 
 
-def _parameter(name: str, p: Any, write: bool) -> Shard:
+def parameter_shard(name: str, p: Any, write: bool) -> Shard:
+    """Return this rank's shard of a native parameter, which may belong to a unit."""
     if p._unit is None:
         if p.is_deferred:
             if not write:
@@ -131,8 +139,10 @@ def _parameter(name: str, p: Any, write: bool) -> Shard:
                     "fully_shard() or materialize() on the model first"
                 )
             p.materialize_()
-        return plain_shard(name, p.detach())
-    return master_shard(name, p.shape, p._unit, p._index, write)
+        shard = plain_shard(name, p.detach())
+    else:
+        shard = master_shard(name, p.shape, p._unit, p._index, write)
+    return shard if p._code is None else replace(shard, code=p._code)
 
 
 def master_shard(
@@ -323,5 +333,9 @@ def _states(access: StateAccess, p: Any, name: str, saved: Saved | None) -> list
         place = shape, first
         if formats.is_maxima(state):
             place = (formats.blocks_in(prod(shape), shape),), formats.blocks_in(first, shape)
-        found.append(Shard(f"{name}.{state}", *place, memory.numel(), memory, replica))
+        if factored.is_mean(state):
+            place = factored.place_of(state, shape, first)
+        whole = factored.is_whole(state, shape)
+        copy = distributed.rank() if whole else replica
+        found.append(Shard(f"{name}.{state}", *place, memory.numel(), memory, copy))
     return found

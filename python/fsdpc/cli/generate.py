@@ -133,13 +133,18 @@ def find_model(folder: Path) -> Path:
     """
     if (folder / "config.json").is_file() or not folder.is_dir():
         return folder  # reading it will report what is missing
-    from fsdpc.checkpoint import CheckpointManager
+    from fsdpc.checkpoint import CheckpointManager, manifest
 
     latest = CheckpointManager(folder).latest()
     if latest is None:
         raise ValueError(
             f"{folder} has neither config.json nor a checkpoint: name the folder of a published "
             "model, or that of fsdpc train --checkpoint"
+        )
+    if "base" in manifest.read(latest):
+        raise ValueError(
+            f"{latest} has the adapters of a run and no model: fsdpc train --resume --export DIR "
+            "writes them for fsdpc generate MODEL PROMPT --adapter DIR"
         )
     return latest
 

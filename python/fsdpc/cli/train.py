@@ -10,11 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import IO, Any
 
 import numpy as np
 
 from fsdpc import _core, distributed, models
+from fsdpc.checkpoint.trained import Trained, parameters_crc
 from fsdpc.cli import train_pretrained
 from fsdpc.cli.train_checkpoint import TrainCheckpoints
 from fsdpc.cli.train_config import as_toml, changes, kept_options, parse
@@ -39,7 +41,8 @@ from fsdpc.monitor.plots import LivePlot
 from fsdpc.monitor.profiler import ProfiledSteps
 from fsdpc.monitor.stabilizer import TrainingStabilizer
 from fsdpc.nn import deferred_init
-from fsdpc.optim import BY_NAME, Muon, Optimizer
+from fsdpc.optim import BY_NAME, Adafactor, Muon, Optimizer
+from fsdpc.optim.ema import EMA
 from fsdpc.optim.lr_scheduler import LRScheduler
 from fsdpc.optim.matrix import takes_muon
 from fsdpc.planning.memory_plan import MemoryPlan, memory_plan
@@ -168,6 +171,7 @@ def plan_memory(
         optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # for momentum
         offload_policy=options.offload,
         state_dtype=STATE_DTYPES[options.state_dtype],
+        ema=options.ema is not None,
     )
 
 
@@ -217,6 +221,7 @@ class Trainer:
         self.divisor = 1 if options.deterministic else options.accumulate
         self.model, self.optimizer = self._build()
         self.scaler: LossScaler | None = LossScaler() if options.dtype == "fp16" else None
+        self.ema: EMA | None = None if options.ema is None else EMA(self.model, options.ema)
         self.schedule: LRScheduler = make_schedule(options, self.optimizer)
         self.stabilizer: TrainingStabilizer | None = None
         if options.stabilize:
@@ -225,8 +230,9 @@ class Trainer:
         self.tokens_per_step: int = options.batch * options.seq * options.accumulate * self.world
         self.peak_flops: float = measure_peak(DTYPES[options.dtype]) * self.world
         self.flops_per_token: float = self.model.config.flops_per_token(options.seq)
-        state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
-                 "scaler": self.scaler, "data": self.loader,
+        held = self.model if options.lora is None else Trained(self.model)
+        state = {"model": held, "optimizer": self.optimizer, "ema": self.ema,
+                 "scheduler": self.schedule, "scaler": self.scaler, "data": self.loader,
                  "extra": {"tokenizer": self.source.identity, "options": kept}}  # fmt: skip
         self.checkpoints: TrainCheckpoints = TrainCheckpoints(options, state, text)
         self.progress: Progress = Progress(self)
@@ -284,7 +290,9 @@ class Trainer:
         if make is Muon:
             return model, Muon(self._muon_groups(model, groups), lr=o.lr)
         given = {"lr": o.lr, **({"betas": tuple(o.betas)} if o.betas else {})}
-        options = {**make._USUAL, **given, "state_dtype": STATE_DTYPES[o.state_dtype]}
+        if make is not Adafactor:
+            given["state_dtype"] = STATE_DTYPES[o.state_dtype]
+        options = {**make._USUAL, **given}
         return model, make(groups, **options)
 
     def _muon_groups(self, model: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -316,7 +324,8 @@ class Trainer:
                         step = self.checkpoints.go_back(self.stabilizer)
                         continue
                     if o.eval_every and step % o.eval_every == 0 and step < o.steps:
-                        self._write({"step": step, **self._validation(step)})
+                        with self._averages():
+                            self._write({"step": step, **self._validation(step)})
                     healthy = not self.stabilizer or self.stabilizer.in_a_row == 0
                     if self.checkpoints.after(step, healthy):
                         break
@@ -325,20 +334,28 @@ class Trainer:
             self.checkpoints.end(step)
             if self.checkpoints.stopped:
                 return
-            train_pretrained.export(o, self.model, self.source.tokenizer)
-            last = self._validation()
-            seconds, crc = time.perf_counter() - begin, self._params_crc()
+            with self._averages():
+                train_pretrained.export(o, self.model, self.source.tokenizer)
+                last = self._validation()
+            seconds = time.perf_counter() - begin
+            crc = parameters_crc(self.model.named_parameters())
             if last:
                 self.loggers.log(step, last)
             if self.rank == 0:
                 self._write({**last, "seconds": seconds, "params_crc32c": f"{crc:08x}"})
                 print(f"{seconds:.1f} s in all, parameters crc32c {crc:08x}")
-            self._show_sample()
+            with self._averages():
+                self._show_sample()
         finally:
             self.progress.close()
             if self.metrics:
                 self.metrics.close()
             self.loggers.close()
+
+    def _averages(self) -> AbstractContextManager[None]:
+        """Compute with the averaged weights inside the block, if there are any."""
+        averaged = self.ema is not None and self.ema.num_updates > 0
+        return self.ema.swap() if averaged else nullcontext()  # type: ignore[union-attr]
 
     def _validation(self, step: int | None = None) -> dict[str, Any]:
         """Run a validation, report its result, and return it as metrics."""
@@ -396,6 +413,8 @@ class Trainer:
                     f"of {losses}; take a lower --lr"
                 )
             self.optimizer.step()
+        if self.ema:
+            self.ema.update()
         self.schedule.step()
         seconds = time.perf_counter() - begin
         return {
@@ -435,18 +454,6 @@ class Trainer:
         everyones = distributed.all_gather(found).swapaxes(0, 1).reshape(-1, 3)
         sums = everyones[: len(batches)].sum(axis=0)
         return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])
-
-    def _params_crc(self) -> int:
-        """Return the CRC-32C of all parameters in fp32, combined from the ranks' rows."""
-        crc = 0
-        for _, p in sorted(self.model.named_parameters()):
-            rows, first, replica, _ = _core.master_shard(p._unit, p._index, False)
-            own = _core.crc32c(0, rows.to(_core.float32).bits())
-            found = distributed.all_gather(np.array([replica, first, rows.numel(), own], np.int64))
-            for copy, _, numel, part in sorted(map(tuple, found.tolist())):
-                if copy == 0 and numel:
-                    crc = _core.crc32c_combine(crc, part, 4 * numel)
-        return crc
 
     def _show_sample(self) -> None:
         n = self.options.sample

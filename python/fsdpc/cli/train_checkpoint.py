@@ -17,8 +17,8 @@ OPTIONS = "run.toml"
 AS_NAMES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # options' text
 RETURNS = 3  # maximum returns to one checkpoint
 # A checkpoint without a scaler is not from an fp16 run; this run's scaler starts at its initial
-# scale.
-_RESTORE: dict[str, Any] = {"optional": ("scaler",)}
+# scale. In one without averages, they start at the next step.
+_RESTORE: dict[str, Any] = {"optional": ("scaler", "ema")}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

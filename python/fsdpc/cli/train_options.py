@@ -33,11 +33,12 @@ DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 SWITCHES = ("deterministic", "separate-documents", "stabilize")
 FLAGS = (*SWITCHES, "no-progress", "resume")
 # Options that a resumed run cannot change, because the checkpoint's state depends on them.
-FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "optimizer", "seq", "seed")
+FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "quantize",
+         "optimizer", "seq", "seed")  # fmt: skip
 # Options stored in checkpoints; a resumed run reuses those that are not set explicitly.
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
-    "min_lr_ratio", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
+    "min_lr_ratio", "ema", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
     "deterministic", "stabilize", "data", "tokenizer", "vocab", "separate_documents", "init_from",
 )  # fmt: skip
 
@@ -228,6 +229,16 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ema_option(group: Any) -> None:
+    """Add the option for averages of weights."""
+    group.add_argument(
+        "--ema",
+        type=float,
+        metavar="DECAY",
+        help="average the weights, for validation, export and the sample",
+    )
+
+
 def add_storage_options(group: Any) -> None:
     """Add the options for the dtype and location of the engine's arrays."""
     add_choice(group, "--reduce-dtype", DTYPES, "fp32",
@@ -348,6 +359,7 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     )
     add_number(optim, "--weight-decay", 0.1, "for tensors of two or more dimensions")
     add_number(optim, "--clip", 1.0, "largest global norm of gradients")
+    add_ema_option(optim)
 
 
 def check_values(options: argparse.Namespace) -> None:
@@ -368,6 +380,8 @@ def check_values(options: argparse.Namespace) -> None:
     for name in ("lr", "clip"):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name} must be above 0, got {getattr(options, name)}")
+    if options.ema is not None and not 0 <= options.ema < 1:
+        raise ValueError(f"--ema must be in [0, 1), got {options.ema}")
     if math.isinf(options.lr):
         raise ValueError("--lr must be finite, got inf")
     if not 0 <= options.weight_decay < math.inf:
@@ -393,8 +407,9 @@ def _check_schedule(options: argparse.Namespace) -> None:
             raise ValueError(f"--betas: {options.optimizer} has none")
         if not all(0 <= beta < 1 for beta in options.betas):
             raise ValueError(f"--betas must be in [0, 1), got {options.betas}")
-    if options.optimizer == "muon" and options.state_dtype != "fp32":
-        raise ValueError(f"--state-dtype {options.state_dtype}: muon's momentum is fp32")
+    if options.optimizer in ("muon", "adafactor") and options.state_dtype != "fp32":
+        raise ValueError(f"--state-dtype {options.state_dtype}: {options.optimizer}'s states are "
+                         "fp32")  # fmt: skip
     if options.stabilize and options.dtype == "fp16":
         raise ValueError("--stabilize does not go with fp16, whose loss scaler skips steps itself")
 

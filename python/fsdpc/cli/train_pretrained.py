@@ -1,4 +1,4 @@
-"""Starting ``fsdpc train`` from a published model, and exporting models for transformers."""
+"""Starting ``fsdpc train`` from a published model, and exporting the trained model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fsdpc import distributed, lora, models
+from fsdpc import _core, distributed, lora, models, nn
+from fsdpc.cli.train_tokens import make_source, with_vocabulary
+from fsdpc.models.gguf_file import SUFFIX, check_shape, import_gguf
+from fsdpc.models.gguf_tokenizer import add_tokenizer
 from fsdpc.models.pretrained import config_of
+from fsdpc.models.published import written_config
 
 MODEL, PRESET = "llama", "2M"  # defaults
 BYTES = 256  # vocabulary size of data without a tokenizer
@@ -31,8 +35,9 @@ def add_options(group: Any) -> None:
     group.add_argument(
         "--export",
         type=Path,
-        metavar="DIR",
-        help="at the end write the model there, as transformers reads it; with --lora the adapters",
+        metavar="PATH",
+        help="at the end write the model there, as transformers reads it; with --lora the "
+        "adapters; to a name that ends in .gguf one file with its tokenizer, for llama.cpp",
     )
     group.add_argument(
         "--lora",
@@ -47,6 +52,11 @@ def add_options(group: Any) -> None:
         "--lora-targets",
         metavar="NAMES",
         help="layers that get one, q_proj,v_proj say (default: all-linear)",
+    )
+    group.add_argument(
+        "--quantize",
+        choices=_core.weight_schemes,
+        help="store the frozen linear layers in 4 or 8 bits per element (QLoRA); needs --lora",
     )
 
 
@@ -82,6 +92,8 @@ def resolve(options: argparse.Namespace) -> None:
             f"--seq {options.seq}, and the model of --init-from {options.init_from} is for "
             f"sequences of at most {config.max_seq}: take a smaller --seq"
         )
+    if options.quantize is not None and kind == "gpt2":
+        raise ValueError("--quantize is for models with linear layers, which a GPT-2 has not")
     options.model = kind
     own = options.init_from / "tokenizer.json"
     if options.tokenizer is None and own.is_file():
@@ -90,7 +102,7 @@ def resolve(options: argparse.Namespace) -> None:
 
 def _check_lora(options: argparse.Namespace) -> None:
     if options.lora is None:
-        for name in ("lora_alpha", "lora_targets"):
+        for name in ("lora_alpha", "lora_targets", "quantize"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --lora RANK")
         return
@@ -103,9 +115,11 @@ def _check_lora(options: argparse.Namespace) -> None:
 
 
 def adapt(options: argparse.Namespace, model: Any) -> None:
-    """Add the adapters for ``--lora`` to a model that is not sharded yet."""
+    """Quantise a model that is not sharded yet and add adapters, as the options say."""
     if getattr(options, "lora", None) is None:
         return
+    if getattr(options, "quantize", None) is not None:
+        nn.quantize_(model, options.quantize)
     targets = options.lora_targets or lora.ALL_LINEAR
     if targets != lora.ALL_LINEAR:
         targets = targets.split(",")
@@ -113,14 +127,14 @@ def adapt(options: argparse.Namespace, model: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise if the data do not match the model, or if the export folder already exists.
+    """Raise if the data do not match the model, or if the export cannot be written.
 
     Raises
     ------
     ValueError
-        The vocabulary does not match the data.
+        The vocabulary does not match the data, or llama.cpp cannot use the model or tokenizer.
     FileExistsError
-        The ``--export`` folder already exists.
+        The ``--export`` path already exists.
     """
     if options.init_from is not None:
         config = config_of(options.init_from)
@@ -131,7 +145,24 @@ def check(options: argparse.Namespace) -> None:
                 f"data are bytes, of which there are {BYTES}"
             )
     if options.export is not None and options.export.exists():
-        raise FileExistsError(f"--export {options.export} is there already: name another folder")
+        raise FileExistsError(f"--export {options.export} is there already: name another path")
+    if options.export is not None and options.export.suffix == SUFFIX:
+        _check_gguf(options)
+
+
+def _check_gguf(options: argparse.Namespace) -> None:
+    """Raise ValueError, before training, if the export as a GGUF file would fail after it."""
+    try:
+        if options.lora is not None:
+            raise ValueError("a GGUF file holds a model, and --lora exports adapters")
+        gguf, config = import_gguf(), with_vocabulary(options, config_for(options))
+        content = written_config(config, "gpt2" if options.model == "gpt2" else None)
+        check_shape(config, content["model_type"])
+        tokenizer = make_source(options).tokenizer
+        if tokenizer is not None:
+            add_tokenizer(gguf, gguf.GGUFWriter(None, ""), tokenizer.path, config)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"--export {options.export}: {error}") from None
 
 
 def title(options: argparse.Namespace) -> str:
@@ -154,17 +185,21 @@ def keep_tokenizer(tokenizer: Any, folder: Path | None) -> None:
 
 
 def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Export the model for transformers, with other files from its source folder; collective."""
+    """Export the model, with its tokenizer and other files from its source folder; collective."""
     if options.export is None:
         return
     if options.lora is not None:
         lora.save(model, options.export, base=str(options.init_from.resolve()))
+    elif options.export.suffix == SUFFIX:
+        file = None if tokenizer is None else tokenizer.path
+        models.save_pretrained(model, options.export, format="gguf", tokenizer=file)
     else:
         models.save_pretrained(model, options.export)
     if distributed.rank() == 0:
-        for name in _BESIDE if options.init_from is not None else ():
-            if (options.init_from / name).is_file():
-                shutil.copyfile(options.init_from / name, options.export / name)
-        keep_tokenizer(tokenizer, options.export)
+        if options.export.is_dir():
+            for name in _BESIDE if options.init_from is not None else ():
+                if (options.init_from / name).is_file():
+                    shutil.copyfile(options.init_from / name, options.export / name)
+            keep_tokenizer(tokenizer, options.export)
         print(f"exported to {options.export}", flush=True)
     distributed.barrier()

@@ -1,4 +1,4 @@
-"""Load and save published models, as folders in transformers' format."""
+"""Load and save published models, as folders for transformers or files for llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 from fsdpc import _core, checkpoint
 from fsdpc.checkpoint import config_json
 from fsdpc.models.config import ModelConfig
+from fsdpc.models.gguf_file import save_gguf
 from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
 from fsdpc.models.published import differences, read_config, written_config
 from fsdpc.nn.module import Module, Parameter, deferred_init
 from fsdpc.nn.parameter import is_deferring
+from fsdpc.nn.quantized import quantize_
 
 PathLike = str | os.PathLike[str]
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_FORMATS = ("safetensors", "gguf")
 
 
 def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> Llama | GPT2:
@@ -61,7 +64,9 @@ def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> L
     return model if is_deferring() else model.materialize()
 
 
-def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
+def from_pretrained(
+    folder: PathLike, *, dtype: Any = None, quantize: str | None = None
+) -> Llama | GPT2:
     """Create a published model and load its weights (collective if there are several ranks).
 
     Parameters
@@ -72,6 +77,9 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
     dtype : dtype or "auto", optional
         Dtype of the parameters, independent of the files' dtype; by default float32. "auto" uses
         the configuration's dtype.
+    quantize : {"nf4", "int4", "int8"}, optional
+        Quantise and freeze the linear layers, as :func:`fsdpc.nn.quantize_` does; the embedding and
+        the output layer keep ``dtype``.
 
     Returns
     -------
@@ -81,7 +89,8 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
     Raises
     ------
     ValueError
-        The configuration has an unsupported feature; the error names it.
+        The configuration has an unsupported feature; the error names it. Or ``quantize`` is no
+        scheme, or is given for a GPT-2, whose layers have another layout.
     CheckpointError
         Files are damaged, missing, or do not match the configuration; the error lists all problems.
     RuntimeError
@@ -90,8 +99,8 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
     Notes
     -----
     Every rank reads and holds the whole model. If it is too large for one rank, use
-    :func:`from_config` inside :class:`fsdpc.deferred_init`, :func:`fsdpc.fully_shard`, then
-    :func:`load_pretrained`.
+    :func:`from_config` inside :class:`fsdpc.deferred_init`, :func:`fsdpc.nn.quantize_` if wanted,
+    :func:`fsdpc.fully_shard`, then :func:`load_pretrained`.
 
     Examples
     --------
@@ -110,6 +119,8 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
         )
     with deferred_init():
         model = from_config(folder, dtype=dtype)
+    if quantize is not None:
+        quantize_(model, quantize)
     load_pretrained(model, folder)
     return model
 
@@ -175,38 +186,54 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
 
 def save_pretrained(
     model: Llama | GPT2,
-    folder: PathLike,
+    path: PathLike,
     *,
+    format: str = "safetensors",
     dtype: Any = None,
     max_shard_bytes: float = 5e9,
     overwrite: bool = False,
+    tokenizer: PathLike | None = None,
 ) -> None:
-    """Write a folder that transformers' ``from_pretrained`` can read (collective).
+    """Write a folder for transformers' ``from_pretrained``, or a file for llama.cpp (collective).
 
     Parameters
     ----------
     model : Llama or GPT2
         Sharded or not.
-    folder : path
-        The folder to create. It appears only when all data is on the disk.
-    dtype : dtype, optional
-        Dtype of the tensors in the files; by default the parameters' own.
+    path : path
+        The folder, or the ``.gguf`` file, to create. It appears only when all data is on the disk.
+    format : "safetensors" or "gguf"
+        A folder for transformers, or one GGUF file for llama.cpp.
+    dtype : dtype or "q8_0", optional
+        Dtype of the tensors in the files; by default the parameters' own. For GGUF float32,
+        float16, bfloat16 or "q8_0" (8 bits per element, with a float16 scale for each 32).
     max_shard_bytes : float, default 5e9
-        Largest file size, unless a single tensor is larger.
+        Largest file size, unless a single tensor is larger; a GGUF file is never split.
     overwrite : bool, default False
-        Whether to replace a folder that :func:`save_pretrained` wrote earlier.
+        Whether to replace a folder, or a GGUF file, that was written earlier.
+    tokenizer : path, optional
+        For GGUF: a ``tokenizer.json``, or a folder with one, to write into the file.
 
     Raises
     ------
     ValueError
-        No transformers model has this shape, or the model is not from fsdpc.models.
+        No transformers model, or for GGUF no model of llama.cpp, has this shape; the model is not
+        from fsdpc.models; llama.cpp has no such tokenizer; or an option is unknown.
     OSError
-        The folder already exists or cannot be written; raised on every rank.
+        The path already exists or cannot be written; raised on every rank.
+    ImportError
+        The gguf package is needed and not installed; raised on every rank.
 
     Notes
     -----
     The folder is also a checkpoint that :func:`fsdpc.checkpoint.load` can read. Tokenizer files are
     not written: copy them into the folder.
+
+    For a GGUF file, each rank gathers one tensor at a time, and rank 0 writes it. Vectors are
+    float32 in any case; with "q8_0", matrices whose rows are not multiples of 32 are float16.
+    Without ``tokenizer``, the file has none: llama.cpp's library can load it and takes token ids,
+    but its programs cannot use it. With a tokenizer that has no BOS token, the end token is in its
+    place.
 
     Examples
     --------
@@ -219,14 +246,22 @@ def save_pretrained(
     >>> sorted(path.name for path in Path(folder.name, "tiny").iterdir())
     ['config.json', 'manifest.json', 'model.safetensors']
     """
+    if format not in _FORMATS:
+        raise ValueError(f"format must be one of {', '.join(_FORMATS)}, got {format!r}")
     if not isinstance(model, (Llama, GPT2)):
         raise ValueError(
             f"save_pretrained() writes models of fsdpc.models, got {type(model).__name__}: "
             "fsdpc.checkpoint.save() writes any"
         )
-    _content_of(model)  # raises, before anything is written, if there is no such model
+    content = _content_of(model)  # raises if transformers lacks the model, before the first write
+    if format == "gguf":
+        family = content["model_type"]
+        save_gguf(model, path, family, dtype=dtype, overwrite=overwrite, tokenizer=tokenizer)
+        return
+    if tokenizer is not None:
+        raise ValueError("tokenizer= is for format='gguf': copy tokenizer files into the folder")
     checkpoint.save(
-        folder,
+        path,
         {"model": model},
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
@@ -297,6 +332,11 @@ def _content_of(model: Llama | GPT2) -> dict[str, Any]:
     """Return the content of ``config.json``; raise ValueError if transformers has no such model."""
     if adapters_of(model):
         raise ValueError("the model has adapters: lora.merge() them, or lora.save() only them")
+    if any(p._code is not None for p in model.parameters()):
+        raise ValueError(
+            "the model is quantised: fsdpc.checkpoint.save() writes its codes, and lora.merge() "
+            "makes weights of those with adapters"
+        )
     return written_config(model.config, "gpt2" if isinstance(model, GPT2) else None)
 
 

@@ -16,6 +16,7 @@ from fsdpc.nn.losses import (
 )
 from fsdpc.nn.module import Module, Parameter, deferred_init
 from fsdpc.nn.normalization import BatchNorm1d, BatchNorm2d, GroupNorm, SyncBatchNorm
+from fsdpc.nn.quantized import QuantizedLinear, quantize_
 from fsdpc.nn.transformer import MultiheadAttention, TransformerEncoderLayer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "CrossEntropyLoss", "Dropout", "Embedding", "Flatten", "GELU", "GroupNorm", "HookHandle",
     "Identity", "KLDivLoss", "L1Loss", "LayerNorm", "Linear", "MSELoss", "MaxPool1d", "MaxPool2d",
     "Module", "ModuleDict", "ModuleList", "MultiheadAttention", "NLLLoss", "Parameter",
-    "ParameterList", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "Softmax", "SyncBatchNorm",
-    "Tanh", "TransformerEncoderLayer", "deferred_init", "init",
+    "ParameterList", "QuantizedLinear", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid",
+    "Softmax", "SyncBatchNorm", "Tanh", "TransformerEncoderLayer", "deferred_init", "init",
+    "quantize_",
 ]  # fmt: skip

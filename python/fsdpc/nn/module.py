@@ -478,7 +478,7 @@ def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
 
 def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:
     """Convert a parameter to a dtype; a deferred parameter is recreated, but only once."""
-    if p.dtype is target:
+    if p.dtype is target or not p.dtype.is_floating_point:
         return p
     if p.is_deferred:
         if id(p) not in made:

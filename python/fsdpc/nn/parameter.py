@@ -75,6 +75,57 @@ class Recipe(NamedTuple):
                 rows[at : at + dim] = 0
 
 
+class RowCode(NamedTuple):
+    """How a quantised weight stores its rows: a scheme, and the number of elements of a row."""
+
+    scheme: str
+    columns: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of a row."""
+        return int(self.encode(_core.zeros((0, self.columns))).shape[1])
+
+    def encode(self, values: Tensor) -> Tensor:
+        """float32 (rows, columns) -> uint8 (rows, bytes)."""
+        return _core.quantize(values, self.scheme)
+
+    def quantized(self, weight: Parameter) -> Parameter:
+        """Return a frozen parameter with the codes of a weight (rows, columns)."""
+        shape = weight.shape[0], self.bytes
+        if weight.is_deferred:
+            p = Parameter(_core.empty_deferred(shape, dtype=_core.uint8), requires_grad=False)
+            p._recipe = weight._recipe and CodedRecipe(weight._recipe, self, tuple(weight.shape))
+        else:
+            p = Parameter(self.encode(weight.detach().float()), requires_grad=False)
+        p._code = self
+        return p
+
+
+class CodedRecipe(NamedTuple):
+    """How to draw the initial values of a quantised weight: those of a weight of this shape."""
+
+    of: Recipe
+    code: RowCode
+    shape: tuple[int, int]
+
+    def fill(self, p: Tensor) -> None:
+        """Draw the values and encode them into a tensor."""
+        p.detach().copy_(self.code.encode(self._values()))
+
+    def fill_unit(self, unit: _core.Unit, index: int) -> None:
+        """Draw the values and encode this rank's rows in a unit."""
+        codes, first, _, _ = _core.master_shard(unit, index, True)
+        row = first // self.code.bytes
+        rows = self._values()[row : row + codes.numel() // self.code.bytes]
+        codes.copy_(self.code.encode(rows.contiguous()).reshape(-1))
+
+    def _values(self) -> Tensor:
+        values = _core.zeros(self.shape)
+        self.of.fill(values)
+        return values
+
+
 class Parameter(Tensor):
     """A leaf tensor that a module owns and an optimizer trains.
 
@@ -103,8 +154,10 @@ class Parameter(Tensor):
 
     _unit: Any = None
     _index: int = -1
-    _recipe: Recipe | None = None
+    _recipe: Recipe | CodedRecipe | None = None
+    _code: RowCode | None = None  # of a quantised weight, whose data are its codes
     _ignored: bool = False  # set by fully_shard(ignored_params=...)
+    _swapped: bool = False  # its average is in its place (EMA.swap); units know for theirs
 
     def __new__(cls, data: Any, dtype: Any = None, requires_grad: bool = True) -> Parameter:
         return super().__new__(cls, data, dtype, requires_grad)
@@ -154,7 +207,9 @@ class Parameter(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         values = Tensor.__deepcopy__(self, memo)
-        return type(self)(values, requires_grad=self.requires_grad)
+        made = type(self)(values, requires_grad=self.requires_grad)
+        made._code = self._code
+        return made
 
     def __reduce__(self) -> Any:
         raise TypeError("parameters are not pickled: save state_dict() instead")

@@ -1,0 +1,182 @@
+"""Quantised base models: the same bits on any number of ranks, and checkpoints of adapters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpc
+from fsdpc import checkpoint, lora, models, nn, optim
+from fsdpc.models import Llama, ModelConfig
+
+CONFIG = ModelConfig(vocab_size=96, dim=128, layers=2, heads=2, inner=192, max_seq=32)
+
+
+def save_base(folder: Path, seed: int = 7) -> None:
+    fsdpc.manual_seed(seed)
+    models.save_pretrained(Llama(CONFIG), folder)
+
+
+def adapted(folder: Path, scheme: str = "nf4", shard: bool = True) -> Any:
+    """A model whose quantised layers have adapters; sharded before it is loaded, or whole."""
+    fsdpc.manual_seed(8)
+    if not shard:
+        model = models.from_pretrained(folder, quantize=scheme)
+        lora.apply(model, 4)
+        return model
+    with fsdpc.deferred_init():
+        model = models.from_config(folder)
+    nn.quantize_(model, scheme)
+    lora.apply(model, 4)
+    for block in model.blocks():
+        fsdpc.fully_shard(block)
+    fsdpc.fully_shard(model)
+    models.load_pretrained(model, folder)
+    return model
+
+
+def train(model: Any, steps: int) -> list[float]:
+    optimizer = optim.AdamW(lora.parameters(model), lr=1e-2)
+    ids, losses = fsdpc.tensor(np.random.default_rng(1).integers(0, 96, (2, 16))), []
+    for _ in range(steps):
+        loss = model(ids, targets=ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def adapters(model: Any) -> dict[str, np.ndarray]:
+    return {
+        name: fsdpc.full_tensor(p).numpy()
+        for name, p in sorted(model.named_parameters())
+        if "lora" in name
+    }
+
+
+@pytest.mark.ranks([1, 2, 3])
+@pytest.mark.parametrize("scheme", ["nf4", "int4", "int8"])
+def test_codes_are_those_of_an_unsharded_model(scheme: str, tmp_path: Path) -> None:
+    save_base(tmp_path / "base")
+    before = fsdpc.memory_stats()
+    sharded = adapted(tmp_path / "base", scheme)
+    train(sharded, 1)
+    plan, after = fsdpc.memory_plan(sharded), fsdpc.memory_stats()
+    assert after["master_bytes"] - before["master_bytes"] == plan.master
+    held = float(after["unsharded_bytes"] - before["unsharded_bytes"])
+    assert fsdpc.all_reduce(held, "max") == plan.unsharded
+    sharded, whole = adapted(tmp_path / "base", scheme), adapted(tmp_path / "base", scheme, False)
+    found = dict(sharded.named_parameters())
+    for name, p in whole.named_parameters():
+        assert np.array_equal(fsdpc.full_tensor(found[name]).bits(), p.detach().bits()), name
+    coded = {name for name, p in found.items() if p.dtype.name == "uint8"}
+    assert len(coded) == 14 and "lm_head.weight" not in coded
+    ids = fsdpc.tensor(np.arange(16).reshape(1, 16))
+    assert np.array_equal(sharded(ids).numpy(), whole(ids).numpy())
+
+
+@pytest.mark.ranks([1, 2, 4])
+def test_fifty_steps_have_the_bits_of_an_unsharded_model(tmp_path: Path) -> None:
+    """All ranks have the same data, and a mean over equal gradients is exact."""
+    save_base(tmp_path / "base")
+    model, whole = adapted(tmp_path / "base"), adapted(tmp_path / "base", shard=False)
+    losses = train(model, 50)
+    assert losses == train(whole, 50)
+    assert losses[-1] < losses[0] - 0.2
+    for name, value in adapters(whole).items():
+        assert np.array_equal(adapters(model)[name], value), name
+
+
+@pytest.mark.ranks(2)
+def test_checkpoints_hold_adapters_and_name_their_base(tmp_path: Path) -> None:
+    save_base(tmp_path / "base"), save_base(tmp_path / "other", 9)
+    model = adapted(tmp_path / "base")
+    optimizer = optim.AdamW(lora.parameters(model), lr=1e-2)
+    train(model, 2)
+    state = {"model": checkpoint.Trained(model), "optimizer": optimizer}
+    checkpoint.save(tmp_path / "step", state)
+    names = [t.name for t in checkpoint.inspect(tmp_path / "step").tensors]
+    assert names and all(".lora_" in name for name in names)
+    again = adapted(tmp_path / "base")
+    checkpoint.load(tmp_path / "step", {"model": checkpoint.Trained(again)})
+    for name, value in adapters(model).items():
+        assert np.array_equal(adapters(again)[name], value)
+    for folder, scheme in (("other", "nf4"), ("base", "int8")):
+        stranger = adapted(tmp_path / folder, scheme)
+        before = adapters(stranger)
+        with pytest.raises(checkpoint.CheckpointError, match="was saved over another base: the"):
+            checkpoint.load(tmp_path / "step", {"model": checkpoint.Trained(stranger)})
+        assert all(np.array_equal(adapters(stranger)[name], v) for name, v in before.items())
+
+
+@pytest.mark.ranks(2)
+def test_whole_checkpoints_hold_codes(tmp_path: Path) -> None:
+    save_base(tmp_path / "base")
+    model = adapted(tmp_path / "base")
+    train(model, 1)
+    checkpoint.save(tmp_path / "step", {"model": model})
+    again = adapted(tmp_path / "base")
+    checkpoint.load(tmp_path / "step", {"model": again})
+    ids = fsdpc.tensor(np.arange(16).reshape(1, 16))
+    assert np.array_equal(again(ids).bits(), model(ids).bits())
+    with pytest.raises(checkpoint.CheckpointError, match=r"2 of them\) *nf4, 128 columns"):
+        checkpoint.load(tmp_path / "step", {"model": adapted(tmp_path / "base", "int4")})
+    plain = fsdpc.fully_shard(models.from_pretrained(tmp_path / "base"))
+    with pytest.raises(checkpoint.CheckpointError, match="nf4, 192 columns +not quantised"):
+        checkpoint.load(tmp_path / "step", {"model": plain}, strict=False)
+
+
+@pytest.mark.ranks(1)
+def test_merging_and_what_cannot_be(tmp_path: Path) -> None:
+    save_base(tmp_path / "base")
+    model = adapted(tmp_path / "base", shard=False)
+    with pytest.raises(ValueError, match="the model has adapters"):
+        models.save_pretrained(model, tmp_path / "merged")
+    train(model, 3)
+    ids = fsdpc.tensor(np.arange(16).reshape(1, 16))
+    before = model(ids).numpy()
+    lora.merge(model)
+    assert np.allclose(model(ids).numpy(), before, atol=1e-5)
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    models.save_pretrained(model, tmp_path / "merged")
+    again = models.from_pretrained(tmp_path / "merged")
+    assert np.array_equal(again(ids).numpy(), model(ids).numpy())
+    model = adapted(tmp_path / "base", shard=False)
+    lora.merge(model, "bfloat16")
+    assert model.model.layers[0].mlp.up_proj.weight.dtype.name == "bfloat16"
+    with pytest.raises(TypeError, match="Trained takes a module of fsdpc.nn, got dict"):
+        checkpoint.Trained({})
+    quantised = models.from_pretrained(tmp_path / "base", quantize="int8")
+    for same in (quantised, copy.deepcopy(quantised)):
+        with pytest.raises(ValueError, match="the model is quantised: fsdpc.checkpoint.save"):
+            models.save_pretrained(same, tmp_path / "again")
+    assert quantised.half().model.layers[0].mlp.up_proj.weight.dtype.name == "uint8"
+    with pytest.raises(ValueError, match="has no linear layers"):
+        nn.quantize_(nn.Sequential(nn.ReLU()))
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(RuntimeError, match="other modules use the weight of '0'"):
+        nn.quantize_(tied)
+    with pytest.raises(RuntimeError, match="quantize_\\(\\) before fully_shard"):
+        nn.quantize_(fsdpc.fully_shard(nn.Sequential(nn.Linear(8, 8))))
+
+
+@pytest.mark.ranks([1, 2])
+def test_deferred_values_are_those_of_a_real_model() -> None:
+    def build() -> Any:
+        fsdpc.manual_seed(3)
+        return nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 8))
+
+    real = build()
+    assert nn.quantize_(real, "nf4") == ["0", "1"]
+    with fsdpc.deferred_init():
+        later, sharded = build(), build()
+    nn.quantize_(later, "nf4"), nn.quantize_(sharded, "nf4")
+    x = fsdpc.ones(2, 64)
+    assert np.array_equal(later.materialize()(x).numpy(), real(x).numpy())
+    assert np.array_equal(fsdpc.fully_shard(sharded)(x).numpy(), real(x).numpy())
