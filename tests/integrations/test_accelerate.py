@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,16 @@ def test_what_is_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.ranks(2, init=False, timeout=300)
-def test_the_script_of_the_page(tmp_path: Path) -> None:
-    """On ranks as torchrun starts them."""
+def test_the_script_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ranks as torchrun starts them; it loads at once what rank 0 is slow to write."""
     join_gloo(tmp_path)
+    save = accelerate.checkpointing.save
+
+    def slow(state: Any, path: Any, **options: Any) -> None:
+        time.sleep(1.0 if fsdpc.rank() == 0 else 0.0)
+        save(state, path, **options)
+
+    monkeypatch.setattr("accelerate.checkpointing.save", slow)
     torch.set_num_threads(1)
     script = script_of("transformers.md", "accelerator.prepare")
     os.chdir(tmp_path)

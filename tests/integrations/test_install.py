@@ -167,6 +167,7 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor, inside: bool) -> torch.Tensor:
         hidden = self.norm(self.body(x))
+        self.read = [self.head.weight]
         return self.project(hidden) if inside else hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -178,32 +179,49 @@ def whole_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.ranks(2, init=False, timeout=300)
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_weight_that_is_read_in_place_of_its_module(listed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("listed", ["kept", "resharded", ""])
+def test_a_weight_that_is_read_in_place_of_its_module(listed: str, tmp_path: Path) -> None:
     """Of a list whose last module never runs; and after the forward, where torch keeps it whole."""
     join_gloo(tmp_path)
     torch.set_num_threads(1)
     inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
 
     def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-        result = model(x, listed)
+        result = model(x, bool(listed))
         return ((result if listed else model.project(result)) ** 2).mean()
 
     plain = Head()
     (sum(loss_of(plain, x) for x in inputs) / 2).backward()
     for ours in (False, True):
         with sharded_by(ours):
-            model = Head()
+            model: Any = Head()
             theirs_fsdp.fully_shard(model.body)
             if listed:
-                theirs_fsdp.fully_shard([model.norm, model.head])
+                options = {"reshard_after_forward": listed == "resharded"}
+                theirs_fsdp.fully_shard([model.norm, model.head], **options)
             theirs_fsdp.fully_shard(model, reshard_after_forward=False)
-        loss_of(model, inputs[int(os.environ["RANK"])]).backward()
+        for _ in range(2):
+            model.zero_grad()
+            fsdpc._core.trace_reset()
+            loss_of(model, inputs[int(os.environ["RANK"])]).backward()
         for name, p in plain.named_parameters():
             grad = model.get_parameter(name).grad
             assert (grad is None) == (p.grad is None), name
             if grad is not None:
                 torch.testing.assert_close(whole(grad), p.grad, msg=f"{name}, ours: {ours}")
+    if listed == "kept":
+        assert not hasattr(model.read[0], "full_tensor")
+        assert hasattr(model.head.weight, "full_tensor")
+        events = fsdpc._core.trace_events()
+        gathers = [(unit, back) for kind, unit, *_, back in events if kind == "gather"]
+        assert sorted(gathers) == [(1, False), (1, True), (2, False)]  # the list once
+        with pytest.raises(TypeError):
+            model(inputs[0])  # after reading
+        model.norm.unshard()
+        assert model.read[0] is model.head.weight
+        loss_of(model, inputs[0]).backward()
+        model.norm.reshard()
+        assert hasattr(model.head.weight, "full_tensor")
     torch.distributed.destroy_process_group()
     fsdpc.shutdown()
 

@@ -122,11 +122,10 @@ def test_the_tutorials_state_dict_loop(tmp_path: Any) -> None:
 
 
 @pytest.mark.ranks([1, 3])
-@pytest.mark.parametrize("whole", [False, True])
-def test_copies_of_parameters_gather_their_own_rows(whole: bool) -> None:
+def test_copies_of_parameters_gather_their_own_rows() -> None:
     model = build()
     plain = twin(model)
-    ours = shard(model, whole_params=list(model.parameters()) if whole else None)
+    ours = shard(model)
     named = dict(ours.named_parameters())
     for name, p in plain.named_parameters():
         own = named[name]
@@ -167,28 +166,22 @@ COMPUTED: dict[str, Any] = {
 
 @pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_computed_from_parameters_is_of_all_rows(recorded: bool, whole: bool) -> None:
-    """Also partial sums; of what one rank has whole it is refused on every rank, or right."""
+def test_what_is_computed_from_parameters_is_of_all_rows(recorded: bool) -> None:
+    """Also partial sums."""
     torch.manual_seed(0)
     plain = nn.Linear(5, 5)
     ours: Any = twin(plain)
-    fully_shard(ours, whole_params=[ours.weight] if whole else None)
+    fully_shard(ours)
     with torch.set_grad_enabled(recorded):
         for name, compute in COMPUTED.items():
             expected = compute(plain.weight)
-            try:
-                found = compute(ours.weight)
-                found = full(found) if isinstance(found, torch.Tensor) else found
-            except NotImplementedError as error:
-                assert whole and fsdpc.world_size() > 1 and "'Linear.weight'" in str(error), name
-                continue
+            found = compute(ours.weight)
+            found = full(found) if isinstance(found, torch.Tensor) else found
             torch.testing.assert_close(found, expected, msg=lambda m, n=name: f"{n}: {m}")
     other = ours.weight.detach().clone()
     if fsdpc.rank() == fsdpc.world_size() - 1 and other.to_local().numel():
         other.to_local()[-1] += 1
-    if not whole:
-        assert not torch.equal(ours.weight, other) and torch.equal(other, other)
+    assert not torch.equal(ours.weight, other) and torch.equal(other, other)
 
 
 WRITTEN: dict[str, Any] = {
@@ -209,14 +202,13 @@ WRITTEN: dict[str, Any] = {
 
 
 @pytest.mark.ranks([1, 2])
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", list(WRITTEN))
-def test_writes_through_views_are_not_lost(name: str, whole: bool) -> None:
+def test_writes_through_views_are_not_lost(name: str) -> None:
     """They reach the rows or are refused, and draws leave every generator where one rank does."""
     torch.manual_seed(0)
     plain = nn.Linear(5, 5)
     ours: Any = twin(plain)
-    fully_shard(ours, whole_params=[ours.weight] if whole else None)
+    fully_shard(ours)
     states = []
     for model in (plain, ours):
         torch.manual_seed(1)

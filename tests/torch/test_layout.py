@@ -20,12 +20,11 @@ def made(device: str = "cpu") -> nn.Sequential:
 
 
 @pytest.mark.ranks([1, 3])
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_layout_is_what_ranks_have(whole: bool) -> None:
+def test_the_layout_is_what_ranks_have() -> None:
     model: Any = made()
     unsharded = {name: p.detach().clone() for name, p in model.named_parameters()}
     for child in model:
-        fully_shard(child, whole_params=[child.weight] if whole else None)
+        fully_shard(child)
     fully_shard(model)
     layout = fsdpc.sharding_layout(model)
     owned = {f"{unit}.{p.name}": rows for unit, p, rows in layout.owned(fsdpc.rank())}
@@ -35,6 +34,5 @@ def test_the_layout_is_what_ranks_have(whole: bool) -> None:
         rows = unsharded[name].reshape(-1)[first : first + numel]
         assert torch.equal(p.detach().to_local().reshape(-1), rows)
     assert model._repr_html_() == layout._repr_html_()
-    if not whole:
-        planned = fsdpc.sharding_layout(made("meta"), fsdpc.world_size(), plan={"*": {}})
-        assert planned.units[1:] == layout.units[1:]
+    planned = fsdpc.sharding_layout(made("meta"), fsdpc.world_size(), plan={"*": {}})
+    assert planned.units[1:] == layout.units[1:]

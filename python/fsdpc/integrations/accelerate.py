@@ -186,6 +186,7 @@ def _full_state_dict(accelerator: Accelerator, model: Any, unwrap: bool = True) 
 
 def _load(models: list[nn.Module], folder: str) -> None:
     """Load the models that ``save_state`` saved, and leave none for Accelerate to load."""
+    torch.distributed.barrier()  # rank 0 may still be writing: save_state() does not wait for it
     for i, model in enumerate(models):
         suffix = f"_{i}" if i else ""
         path = Path(folder) / f"model{suffix}.safetensors"

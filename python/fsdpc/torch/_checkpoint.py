@@ -27,6 +27,7 @@ from fsdpc.checkpoint.shards import (
     plain_shard,
     shards_of,
 )
+from fsdpc.optim import factored
 from fsdpc.torch import _device
 from fsdpc.torch._dtensor import gathered
 from fsdpc.torch._even_parts import (
@@ -36,10 +37,10 @@ from fsdpc.torch._even_parts import (
     is_consecutive,
     part_of,
 )
+from fsdpc.torch._flat_optimizer import FlatOptimizer
 from fsdpc.torch._grads import other_comms
 from fsdpc.torch._param_layout import local_of
 from fsdpc.torch._unit import ShardInfo, UnitState, full_value, states_of
-from fsdpc.torch.optim import FlatOptimizer
 from fsdpc.torch.state_dict import local_state_dict
 
 _HOW = {
@@ -240,7 +241,13 @@ class _FlatAccess(_Access):
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
         self.optimizer._core.make_states(p.fsdpc.unit, p.fsdpc._index)
         if self.has_parts(p):
-            return self.even_parts(p, self.optimizer.state_tensors(p), wanted)
+            states = self.optimizer.state_tensors(p)
+            if any(map(factored.is_mean, states)):
+                raise NotImplementedError(
+                    f"a checkpoint of the means by row and column of '{self.names[id(p)]}', whose "
+                    "mesh also has tensor parallelism: save what get_optimizer_state_dict() returns"
+                )
+            return self.even_parts(p, states, wanted)
         return super().views(p, wanted)
 
     def memory(self, p: Any, write: bool) -> dict[str, _core.Tensor]:

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc import _core, distributed
 from fsdpc.sharding.rules import Inside
 from fsdpc.torch import _device, _forward, _shards
 from fsdpc.torch._param_layout import check_spec, local_of
+from fsdpc.torch._subclasses import kind_of
 from fsdpc.torch._unit import ShardInfo, UnitState
 from fsdpc.torch.policies import SHARDED, CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
 
@@ -132,22 +132,6 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> NoReturn:
         f"resize_token_embeddings() of {name}, which is sharded: units keep their shapes; call it "
         "before fully_shard(), on every rank"
     )
-
-
-def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]], of: str) -> None:
-    """Raise if none of the listed parameters, which may be a whole model's, is in the modules."""
-    cut = next((p.fsdpc for p in whole if getattr(p, "fsdpc", None) and p.fsdpc.is_cut), None)  # type: ignore[attr-defined]
-    if cut is not None:
-        raise ValueError(
-            f"whole_params has a parameter that is cut already, {cut}: list parameters "
-            "before the first fully_shard"
-        )
-    own = {id(p) for _, p in found}
-    if whole and not any(id(p) in own or hasattr(p, "_fsdpc_sharded") for p in whole):
-        raise ValueError(
-            f"whole_params has {len(whole)} parameters, and none of them is of {of}, which has "
-            f"{[name for name, _ in found][:5]}: pick them with model.get_parameter(name)"
-        )
 
 
 def check_sync_norms(inside: Inside, comms: list[_core.Comm]) -> None:
@@ -271,7 +255,7 @@ def check_parameter(
 
 
 def left_whole(inside: Inside, ignored: list[Any]) -> list[tuple[str, nn.Parameter]]:
-    """Return the plain frozen parameters of dtypes that units lack (integers, float8).
+    """Return the plain frozen parameters of dtypes that units lack (wider integers, float8).
 
     Every rank keeps all of such a parameter.
     """
@@ -280,7 +264,8 @@ def left_whole(inside: Inside, ignored: list[Any]) -> list[tuple[str, nn.Paramet
     return [
         (name, p)
         for name, p in named
-        if type(p) is nn.Parameter and not (p.requires_grad or p.dtype in SHARDED or id(p) in taken)
+        if type(p) is nn.Parameter
+        and not (p.requires_grad or p.dtype in (*SHARDED, torch.uint8) or id(p) in taken)
     ]
 
 
@@ -307,6 +292,11 @@ def dimension_of(
         raise AssertionError(
             f"Shard dim {asked.dim} is invalid for {p.dim()}D tensor: shard_placement_fn gives it "
             f"for '{name}' {tuple(p.shape)}"
+        )
+    if asked.dim % p.dim() and kind_of(name, local_of(p)) is not None:
+        raise NotImplementedError(
+            f"shard_placement_fn gives {asked!r} for '{name}', a {type(p).__name__}: subclasses "
+            "are sharded along dimension 0"
         )
     return int(asked.dim % p.dim())
 
@@ -337,22 +327,20 @@ def placement_on(
 
 
 def check_kind(name: str, p: nn.Parameter) -> None:
-    """Raise unless a parameter is a plain floating point tensor, as units need."""
-    what = f"parameter '{name}' is of type {type(p).__name__}"
+    """Raise unless a parameter is a floating point tensor, or a subclass that units can store."""
     leave = "or leave it as it is with ignored_params"
     if isinstance(p, DTensor):
         check_spec(name, p)
         p = p._local_tensor  # type: ignore[assignment]
-    if hasattr(p, "fsdp_pre_all_gather") or hasattr(p, "fsdp_post_all_gather"):
-        raise NotImplementedError(
-            f"{what}, whose fsdp_pre_all_gather and fsdp_post_all_gather would never run, as the "
-            f"engine gathers: make it a plain tensor and give mp_policy a param_dtype, {leave}"
-        )
-    if is_traceable_wrapper_subclass(p):
-        raise NotImplementedError(
-            f"{what}, a subclass that holds other tensors (quantised weights do): make it a plain "
-            f"tensor (its dequantize(), say), {leave}"
-        )
+        if kind_of(name, p) is not None:
+            raise NotImplementedError(
+                f"parameter '{name}' is a DTensor of type {type(p).__name__}: shard the plain "
+                f"tensor, {leave}"
+            )
+    elif kind_of(name, p) is not None:
+        return
+    if p.dtype is torch.uint8 and not p.requires_grad:
+        return
     try:
         core_dtype(p.dtype)
     except TypeError as error:

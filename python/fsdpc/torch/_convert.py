@@ -87,7 +87,7 @@ def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, to
 
 def _changes(state: UnitState, fn: Change) -> bool:
     """Return whether the dtype of any parameter would change."""
-    for dtype in set(state.dtypes):
+    for dtype in set(state.dtypes) - {torch.uint8}:  # bytes stay bytes
         after = fn(torch.empty(0, dtype=dtype, device=_device.home()))
         if after.device != _device.home():
             raise NotImplementedError(

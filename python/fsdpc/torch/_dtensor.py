@@ -87,12 +87,22 @@ class Operations:
     run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # set by _operations.py
 
 
+LOST_ROWS = (
+    "which torch's DTensor has copied, and the write would be lost: write to to_local(), or inside "
+    "summon_full_params()"
+)
+LOST_CODES = (
+    "which is a decoded copy of a coded state, and the write would be lost: load states with "
+    "load_state_dict() or set_optimizer_state_dict()"
+)
+
+
 class ShardedTensor(DTensor):
     """This rank's rows of a parameter, a gradient, an optimizer state, or a copy of one."""
 
     _fsdpc: Home
     _fsdpc_is_param = False  # a parameter, or an alias of its memory
-    _fsdpc_is_lost = False  # selected rows in memory of their own, where writes would be lost
+    _fsdpc_lost = ""  # why writes would be lost: one of LOST_ROWS and LOST_CODES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing; DTensor's method only lets the compiler skip it, at the cost of 5 us."""
@@ -119,16 +129,6 @@ class ShardedTensor(DTensor):
         if not recorded:
             return gathered(self, *home)
         return _Averaged.apply(_Whole.apply(self, *home), home[0])
-
-    def redistribute(
-        self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **options: Any
-    ) -> DTensor:
-        """Return a DTensor of other placements; collective."""
-        home = self.home()
-        whole = placements is not None and all(p.is_replicate() for p in placements)
-        if home is None or not (is_owned(self) and whole):
-            return super().redistribute(device_mesh, placements, **options)
-        return replicated(gathered(self, *home), self, home[0].mesh_of(home[1]))
 
     def _get_data(self) -> ShardedTensor:
         return self.detach()
@@ -298,11 +298,6 @@ class DerivedTensor(ShardedTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor; collective."""
-        if is_owned(self):  # on all ranks alike
-            raise NotImplementedError(
-                f"full_tensor() of a value computed from {name_of(self)}, which one rank has whole "
-                "(whole_params): compute it of the parameter's full_tensor()"
-            )
         value = DTensor.full_tensor(self, grad_placements=grad_placements)
         home = self.home()
         recorded = torch.is_grad_enabled() and self.requires_grad
@@ -407,15 +402,6 @@ def is_replicated(spec: DTensorSpec) -> bool:
 def agree(a: DTensorSpec, b: DTensorSpec) -> bool:
     """Return whether tensors of these specs have the same rows on every rank."""
     return a.placements == b.placements and a.shape == b.shape and a.mesh == b.mesh
-
-
-def is_owned(tensor: ShardedTensor) -> bool:
-    """Return whether a tensor belongs to a parameter that only some ranks of its unit have."""
-    home = tensor.home()
-    if home is None:
-        return False
-    mesh, own = tensor._spec.mesh, home[0].mesh_of(home[1])
-    return mesh is not own and mesh != own
 
 
 _scalars: dict[Any, DTensorSpec] = {}  # by mesh and dtype; specs are immutable

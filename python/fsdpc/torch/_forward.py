@@ -101,6 +101,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if state.summoned:
         return _run_on_copies(module, state, call, args, kwargs)
     torch_unit, root = state.torch_unit, state.root or make_root(module)
+    root.readable.hide()
     in_task = _task_id() != -1
     if not in_task and torch_unit.in_backward:
         root.reset()  # an exception ended the last backward
@@ -148,6 +149,10 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     finally:
         RUNNING.modules.pop()
     torch_unit.leave()
+    if outermost:
+        root.readable.hide()
+    elif len(state.modules) > 1 and not in_task and state.unit.state == "unsharded":
+        root.readable.show(state)
     if span is not None:
         _profile.leave(span)
     return result

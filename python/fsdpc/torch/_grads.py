@@ -190,8 +190,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     order = next((given[k] for k in ("order", "ord", "p") if given.get(k) is not None), 2)
     held = _held(x)
     is_over_all = not dim or len(dim) == x.dim()
-    # Only its owner computes with a whole parameter.
-    if held is None or held[1] in held[0].whole or not is_over_all or given.get("keepdim"):
+    if held is None or not is_over_all or given.get("keepdim"):
         return by_torch(func, args, kwargs)
     value = _norm_of(held, float(order))
     return replicated(value.to(given.get("dtype") or x.dtype), x)

@@ -20,7 +20,6 @@ from torch import nn
 from fsdpc import _core
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.torch import _device
-from fsdpc.torch._dtensor import attributes_of
 from fsdpc.torch._grads import other_comms
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
@@ -53,6 +52,15 @@ def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwa
             f"{type(module).__name__}.{name}() inside forward or backward, where weights cannot be "
             "written: call it before (unmerge_adapter() before disable_adapter())"
         )
+    base = getattr(module, "base_layer", None)
+    if name != "reset_parameters" and isinstance(base, nn.Module):
+        for key, p in base.named_parameters():
+            if p.dtype is torch.uint8:
+                raise NotImplementedError(
+                    f"{type(module).__name__}.{name}() over '{key}', whose quantised values are "
+                    f"sharded: their scales would change too, and {p.fsdpc} keeps its own. Save "  # type: ignore[attr-defined]
+                    "the adapter, and merge it into an unsharded model"
+                )
     with full_values(units):
         return getattr(type(module), name)(module, *args, **kwargs)
 
@@ -78,14 +86,12 @@ def _full(state: UnitState, index: int) -> nn.Parameter:
         )
     else:
         value = full_value(state, index)
-    full = nn.Parameter(value, param.requires_grad)
-    full.__dict__.update(attributes_of(param))
-    return full
+    return state.copy_of(index, value)
 
 
 def _take(state: UnitState, unsharded: list[nn.Parameter]) -> None:
     found = [
-        (i, full)
+        (i, state.layouts[i].plain(full.detach()))
         for i, full in enumerate(unsharded)
         if i not in state.missing or not full.isnan().all()
     ]
@@ -97,7 +103,7 @@ def _take(state: UnitState, unsharded: list[nn.Parameter]) -> None:
         others = other_comms((state, i) for i in range(len(unsharded)))
         check_agreement([state.unit.name, *lines], [*state.comms, *others], CURE)
     for i, full in found:
-        stored = state.layouts[i].store(full.detach())
+        stored = state.layouts[i].store(full)
         state.unit.write(i, values_of(stored, state.comms, state.recipe.synced))
         state.trust(i)
 

@@ -22,7 +22,6 @@ from fsdpc.torch._checks import (
     check_place,
     check_policy,
     check_sync_norms,
-    check_whole,
     dimension_of,
     left_whole,
     log_once,
@@ -31,11 +30,13 @@ from fsdpc.torch._checks import (
     refuse_resizing,
     warn_of_slow_products,
 )
+from fsdpc.torch._generate import keep_ranks_together
 from fsdpc.torch._late import watch
 from fsdpc.torch._mesh import as_mesh
 from fsdpc.torch._param_layout import ParamLayout, check_mesh, local_of
 from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Recipe, readers_of, values_of, widened
+from fsdpc.torch._subclasses import as_stored, keep_codes, take_codes_back
 from fsdpc.torch._torch_mesh import data_mesh, mesh_of
 from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -95,6 +96,9 @@ class FSDPModule(fsdp_module.FSDPModule):
         _device.join()
         root.head.follow_root()
         with super().hold():
+            for state in root.states:
+                for refresh in state.refreshes:
+                    refresh(state.torch_unit.generation)
             yield
         for torch_unit in root.torch_units:
             torch_unit.hide(False)
@@ -267,7 +271,6 @@ def fully_shard(
     strategy: Any = None,
     plan: Any = None,
     master_dtype: torch.dtype | None = None,
-    whole_params: Iterable[nn.Parameter] | None = None,
     dtensor: bool = True,
 ) -> Any:
     """Shard a torch module's parameters over ranks, in place, as FSDP2 does; collective.
@@ -309,9 +312,6 @@ def fully_shard(
     master_dtype : torch.dtype, optional
         If parameters have a narrower dtype, keep shards, gradients and optimizer states in this
         dtype and gather in the original: ``torch.float32`` for a model created in bfloat16.
-    whole_params : iterable of nn.Parameter, optional
-        Parameters that are not cut: one rank has all rows and updates them, and the others have
-        none. This is for optimizers that read whole matrices.
     dtensor : bool, default True
         If False, parameters are plain tensors, as in DDP; possible only if nothing is sharded
         (``strategy="NO_SHARD"``, or one rank).
@@ -365,7 +365,6 @@ def fully_shard(
     check_policy(mp_policy)
     ignored = rules.as_params("ignored_params", ignored_params, torch.Tensor)
     ignored += _fsdp2.replicated(modules)
-    whole = rules.as_params("whole_params", whole_params, torch.Tensor)
     if plan is not None:
         options = {
             "mesh": mesh,
@@ -378,23 +377,27 @@ def fully_shard(
             "shard_placement_fn": shard_placement_fn,
             "offload_policy": offload_policy,
             "master_dtype": master_dtype,
-            "whole_params": whole,
         }
         rules.shard_by_plan(groups_of(modules, plan), options, fully_shard)
     spmd, data = None, ()
     if dp_mesh_dims is not None:
         spmd, (mesh, data) = mesh, data_mesh(mesh, dp_mesh_dims)
     inside = rules.inside_of(modules)
+    take_codes_back(inside)
     placement = placement_on(mesh, shard_placement_fn, modules)
     left = left_whole(inside, ignored)
     ignored += [p for _, p in left]
     found = rules.collect(inside, ignored, partial(check_parameter, modules=modules))
+    whole = [(name, p) for name, p, _ in found]
+    kinds, found = as_stored(found)
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
-    check_whole(whole, named, type(modules[0]).__name__)
     for name, p in named:
         check_mesh(name, p, mesh, spmd, data)
-    layouts = [ParamLayout.of(p, dimension_of(n, p, placement), data) for n, p in named]
+    layouts = [
+        ParamLayout.of(p, dimension_of(*pair, placement), data, kind)
+        for (_, p), pair, kind in zip(named, whole, kinds, strict=True)
+    ]
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
     given = as_mesh(mesh)  # joins the other ranks
@@ -404,16 +407,12 @@ def fully_shard(
     check_sync_norms(inside, where.comms)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
-    lines = [
-        f"{rules.describe(name, p, _value(p, sync_module_states))}{layout}"
-        for (name, p), layout in zip(named, layouts, strict=True)
-    ]
-    lines += [rules.describe(name, p, _value(p, sync_module_states)) for name, p in left]
+    compared = [*zip(named, layouts, strict=True), *((each, "") for each in left)]
+    lines = [_line(*each, layout, sync_module_states) for each, layout in compared]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms, _initialise.CURE)
     if _device.on_cpu():
         warn_of_slow_products(modules, {policy.param_dtype or d for d in dtypes})
-    kept = {id(p) for p in whole}
     if not dtensor and where.comms[0].size > 1:
         raise ValueError(f"dtensor=False, and {where} shards over {where.comms[0].size} ranks")
     torch_mesh, placements = mesh_of(mesh, where) if dtensor else (None, ())
@@ -424,7 +423,6 @@ def fully_shard(
         layouts=layouts,
         where=where,
         policy=policy,
-        whole=frozenset(i for i, (_, p) in enumerate(named) if id(p) in kept),
         frozen=frozenset(i for i, (_, p) in enumerate(named) if not p.requires_grad),
         synced=sync_module_states,
         offload=offload_policy,
@@ -438,7 +436,8 @@ def fully_shard(
             values = layouts[i].store(p.detach())
             state.unit.write(i, values_of(values, where.comms, sync_module_states))
     _keep_whole(left, where.comms, sync_module_states)
-    mark_replaced(named, state)
+    keep_codes(inside)
+    mark_replaced(whole, state)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit
@@ -448,6 +447,7 @@ def fully_shard(
     if hasattr(offload_policy, "pin_memory") and _device.on_cpu():
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
     watch(state, inside)
+    keep_ranks_together(state, inside)
     _initialise.offer_full(state, [m for _, m in inside])
     refuse_resizing([m for _, m in inside])
     for _, m in inside:
@@ -500,10 +500,12 @@ def _keep_whole(left: list[tuple[str, nn.Parameter]], comms: list[Any], synced: 
             values.copy_(_device.to_torch(values_of(values, comms, True)))
 
 
-def _value(p: nn.Parameter, synced: bool) -> str:
-    if p.is_meta:
-        return "deferred"
-    return "" if synced else f"crc32c {_initialise.checksum(local_of(p)):08x}"
+def _line(name: str, p: nn.Parameter, layout: Any, synced: bool) -> str:
+    """Return a line about a parameter that ranks compare."""
+    value = "deferred" if p.is_meta else ""
+    if not (synced or p.is_meta):
+        value = f"crc32c {_initialise.checksum(local_of(p)):08x}"
+    return f"{rules.describe(name, p, value)}{layout}"
 
 
 def _state_of(module: nn.Module) -> UnitState | None:

@@ -20,8 +20,6 @@ reads these version counters.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdpc.torch._dtensor import (
+    LOST_ROWS,
     RUNNING,
     DerivedTensor,
     Operations,
@@ -38,7 +37,6 @@ from fsdpc.torch._dtensor import (
     ShardedTensor,
     agree,
     gathered,
-    is_owned,
     is_replicated,
     name_of,
     refuse_mixed,
@@ -121,8 +119,6 @@ class _Unwrapper:
                 self.plain.add(at)
             return value
         spec = value._spec
-        if _is_elsewhere(value):
-            raise _NotLocal
         if not value.dim() and is_replicated(spec):
             return value._local_tensor
         like = self.like.get(at)
@@ -171,8 +167,6 @@ def _as_part(of: DTensor, whole: torch.Tensor) -> Any:
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that reads and writes only elements at the same position."""
-    if func._schema.is_mutable and _is_elsewhere(args[0]):
-        return args[0]
     unwrap = _Unwrapper()
     try:
         local = [unwrap.one(a) for a in args]
@@ -194,12 +188,6 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*local, **named)
     _count(written)
     return None if result is None else args[0]
-
-
-def _is_elsewhere(value: Any) -> bool:
-    """Return whether a value belongs to another rank, the owner of a parameter that is not cut."""
-    is_derived = isinstance(value, DerivedTensor)
-    return is_derived and value._spec.mesh.get_coordinate() is None
 
 
 _positions: dict[Any, list[int]] = {}
@@ -230,11 +218,10 @@ def _check_writes(func: Any, written: Iterable[Any]) -> None:
     for each in _tensors(written):
         if not isinstance(each, ShardedTensor):
             continue
-        if each._fsdpc_is_lost:
+        if each._fsdpc_lost:
+            what = "some rows" if each._fsdpc_lost == LOST_ROWS else "a state"
             raise NotImplementedError(
-                f"{_word(func)} writes into some rows of {name_of(each)}, which torch's DTensor "
-                "has copied, and the write would be lost: write to to_local(), or inside "
-                "summon_full_params()"
+                f"{_word(func)} writes into {what} of {name_of(each)}, {each._fsdpc_lost}"
             )
         if RUNNING.modules and each._fsdpc_is_param:
             raise RuntimeError(
@@ -259,8 +246,8 @@ def _marked(alias: Any, of: ShardedTensor) -> Any:
     """Return an alias that is known as a parameter's, or as one in which writes are lost."""
     if of._fsdpc_is_param:
         alias._fsdpc_is_param = True
-    if of._fsdpc_is_lost:
-        alias._fsdpc_is_lost = True
+    if of._fsdpc_lost:
+        alias._fsdpc_lost = of._fsdpc_lost
     return alias
 
 
@@ -341,7 +328,7 @@ def _whole(tensor: DTensor) -> torch.Tensor:
     spec = tensor._spec
     if isinstance(tensor, ShardedTensor) and not isinstance(tensor, DerivedTensor):
         home = tensor.home()
-        if home is not None and not is_owned(tensor):
+        if home is not None:
             return gathered(tensor, *home)
     with torch.no_grad():
         base = DTensor(tensor._local_tensor, spec, requires_grad=False)
@@ -373,22 +360,7 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar: this rank has "
             f"{name_of(tensor)}; full_tensor() has all"
         )
-    if isinstance(tensor, DerivedTensor) and is_owned(tensor) and _is_stepping():
-        return math.nan if _is_elsewhere(tensor) else func(tensor._local_tensor)  # nan: of no rows
-    if is_owned(tensor):  # a DerivedTensor raises, on all ranks alike
-        return func(tensor.detach().full_tensor())
     return func(_whole(tensor))
-
-
-def _is_stepping() -> bool:
-    """Return whether an optimizer steps in this thread."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        own = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(own, torch.optim.Optimizer):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -435,8 +407,6 @@ def by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(other) in _PLAIN and _is_mixed(other):
             refuse_mixed(_word(func), ours, other)
     written = _written(func, args) if func._schema.is_mutable else []
-    if written and _is_elsewhere(args[0]):
-        return args[0]
     if any(type(t) in _PLAIN for t in _tensors(written)):
         raise RuntimeError(
             f"{_word(func)} writes into a plain tensor and reads {name_of(ours)}: use full_tensor()"
@@ -469,7 +439,7 @@ def _by_torch(
     specs = [v._spec for v in values if isinstance(v, DTensor)]
     if not written:
         is_view = _is_view(func)
-        alike = all(s.mesh == specs[0].mesh for s in specs) and not is_owned(ours)
+        alike = all(s.mesh == specs[0].mesh for s in specs)
         if alike and all(map(is_replicated, specs)):
             result = _again(_on(local_of, func, args, kwargs), ours, not is_view)
             for view in _tensors([result]) if is_view else ():
@@ -500,9 +470,8 @@ def _again(result: Any, ours: ShardedTensor, cuts: bool = True) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
     home = ours.home()
-    if cuts and home is not None and result.shape == home[0].shapes[home[1]] and result.dim():
-        if not is_owned(ours):
-            return home[0].wrap(home[1], home[0].own_rows(home[1], result).clone())
+    if cuts and home is not None and result.shape == home[0].shapes[home[1]]:
+        return home[0].wrap(home[1], home[0].own_rows(home[1], result).clone())
     return replicated(result, ours)
 
 
@@ -520,7 +489,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ours: Sharde
             _share_version(view, ours)
             _marked(view, ours)
             if was_cut and not any(map(is_cut, view._spec.placements)):
-                view._fsdpc_is_lost = True
+                view._fsdpc_lost = LOST_ROWS
     return result
 
 
@@ -550,7 +519,7 @@ def _derived(result: Any, ours: ShardedTensor, cuts: bool = True) -> Any:
             result = result.redistribute(
                 placements=[Replicate() if p.is_partial() else p for p in spec.placements]
             )
-    if is_replicated(result._spec) and not is_owned(ours):
+    if is_replicated(result._spec):
         return _again(result._local_tensor, ours, cuts)
     return wrap(DerivedTensor, result._local_tensor, result._spec, ours._fsdpc)
 

@@ -8,6 +8,8 @@ A unit shards dense tensors along dimension 0. A parameter may differ from that 
   local tensor. The sharded parameter is a DTensor over both meshes, and the unsharded parameter is
   a DTensor over the other mesh. With ``dp_mesh_dims``, it is a DTensor over one mesh with the
   dimensions of both, and so is the unsharded parameter.
+
+A parameter of a tensor subclass has a `kind` as well (_subclasses.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +28,9 @@ try:
     from torch.distributed.tensor.placement_types import _StridedShard
 except ImportError:  # torch 2.5
     from torch.distributed.tensor._utils import _StridedShard  # type: ignore[no-redef]
+
+if TYPE_CHECKING:
+    from fsdpc.torch._subclasses import Kind
 
 
 def is_cut(placement: Any) -> bool:
@@ -51,6 +56,8 @@ class ParamLayout:
         The unsharded parameter's placements.
     data : tuple of int, default ()
         The dimensions of the unsharded parameter's mesh that are the unit's own.
+    kind : Kind, optional
+        How the unit stores a tensor subclass. Shapes are those of the stored tensor.
     """
 
     shape: torch.Size
@@ -59,9 +66,12 @@ class ParamLayout:
     spec: DTensorSpec | None = None
     unsharded: DTensorSpec | None = None
     data: tuple[int, ...] = ()
+    kind: Kind | None = None
 
     @staticmethod
-    def of(p: torch.Tensor, dim: int, names: Sequence[str] = ()) -> ParamLayout:
+    def of(
+        p: torch.Tensor, dim: int, names: Sequence[str] = (), kind: Kind | None = None
+    ) -> ParamLayout:
         """Return the layout of a parameter that was given to ``fully_shard``.
 
         ``names`` are the unit's own dimensions of the parameter's mesh.
@@ -69,7 +79,7 @@ class ParamLayout:
         local = local_of(p)
         stored = local.movedim(dim, 0).shape if dim else local.shape
         if not isinstance(p, DTensor):
-            return ParamLayout(p.shape, stored, dim)
+            return ParamLayout(p.shape, stored, dim, kind=kind)
         all_names = p.device_mesh.mesh_dim_names or ()
         data = tuple(k for k, name in enumerate(all_names) if name in names)
         return ParamLayout(p.shape, stored, dim, _without(p._spec, data), p._spec, data)
@@ -77,18 +87,24 @@ class ParamLayout:
     def __str__(self) -> str:
         """Describe what differs from a plain layout; equal on all ranks of the unit."""
         dim = f" Shard({self.dim})" if self.dim else ""
-        return dim + (f" over {self.spec.placements}" if self.spec is not None else "")
+        over = f" over {self.spec.placements}" if self.spec is not None else ""
+        return dim + over + ("" if self.kind is None else str(self.kind))
 
     @property
     def is_plain(self) -> bool:
         """Return whether the unit stores the parameter as it is."""
         return self.unsharded is None and self.dim == 0
 
+    def plain(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a full value as the plain tensor that the unit stores of a subclass."""
+        return value if self.kind is None else self.kind.plain(value)
+
     def store(self, value: torch.Tensor) -> torch.Tensor:
         """Return what the unit stores of a full value, or of a DTensor placed like the parameter.
 
         The result may be a view.
         """
+        value = self.plain(value)
         if isinstance(value, DTensor):
             value = value._local_tensor
         elif self.unsharded is not None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
 
 from fsdpc import _core, distributed
 from fsdpc.sharding import offload
@@ -19,8 +18,7 @@ from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.rules import Found, Inside, Placement
 from fsdpc.torch import _device
 from fsdpc.torch._param_layout import ParamLayout
-from fsdpc.torch._torch_mesh import owners_of
-from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
+from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype, engine_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +35,8 @@ class Recipe:
     layouts : list of ParamLayout
     where : Placement
     policy : MixedPrecisionPolicy
-    whole, frozen : frozenset of int
-        Parameters that are not cut, and those without gradients.
+    frozen : frozenset of int
+        Parameters without gradients.
     synced : bool
         Whether rank 0's initial values are used.
     offload : OffloadPolicy, optional
@@ -54,7 +52,6 @@ class Recipe:
     layouts: list[ParamLayout]
     where: Placement
     policy: MixedPrecisionPolicy
-    whole: frozenset[int]
     frozen: frozenset[int]
     synced: bool
     offload: OffloadPolicy | None = None
@@ -64,7 +61,7 @@ class Recipe:
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
         """Create a unit whose parameters have these dtypes but no values yet."""
         params = [
-            _core.empty_deferred(tuple(layout.stored), core_dtype(dtype))
+            _core.empty_deferred(tuple(layout.stored), engine_dtype(dtype))
             for layout, dtype in zip(self.layouts, dtypes, strict=True)
         ]
         for i, p in enumerate(params):
@@ -81,21 +78,9 @@ class Recipe:
             keep_grads=self.where.keep_grads,
             deterministic=distributed.is_deterministic(),
             modules=len(self.modules),
-            whole=sorted(self.whole),
             offload=offload.opened(self.offload, self.where.comms[0]),
             band_per_param=self.mesh is not None,
         )
-
-    def placed(self, i: int, owner: int) -> tuple[Any, tuple[Any, ...]]:
-        """Return the mesh and the placements of a parameter, which only ``owner`` has if not -1.
-
-        A parameter that one rank of each shard group has is replicated on the mesh of these ranks.
-        """
-        if owner < 0 and self.layouts[i].shape:
-            return self.layouts[i].placed(self.mesh, self.placements)
-        if self.where.comms[0].size == 1:
-            return self.mesh, (Replicate(),) * self.mesh.ndim
-        return owners_of(self.mesh, max(owner, 0)), (Replicate(),)
 
 
 def widened(
@@ -112,15 +97,16 @@ def widened(
     if master_dtype is None:
         return dtypes, policy
     core_dtype(master_dtype)
-    narrow = {d for d in dtypes if d.itemsize < master_dtype.itemsize}
+    floats = {d for d in dtypes if d is not torch.uint8}
+    narrow = {d for d in floats if d.itemsize < master_dtype.itemsize}
     if narrow and policy.param_dtype is None:
-        if len(set(dtypes)) > 1:
+        if len(floats) > 1:
             raise ValueError(
                 f"master_dtype={master_dtype} of a unit with parameters in "
-                f"{sorted(map(str, set(dtypes)))}: give mp_policy a param_dtype to compute in"
+                f"{sorted(map(str, floats))}: give mp_policy a param_dtype to compute in"
             )
-        policy = replace(policy, param_dtype=narrow.pop(), cast_forward_inputs=False)
-    wide = [master_dtype if d.itemsize < master_dtype.itemsize else d for d in dtypes]
+        policy = replace(policy, param_dtype=next(iter(narrow)), cast_forward_inputs=False)
+    wide = [master_dtype if d in narrow else d for d in dtypes]
     return wide, policy
 
 

@@ -176,9 +176,3 @@ def _with_groups(ranks: np.ndarray, names: tuple[str, ...] | None) -> DeviceMesh
         return init_device_mesh(_device.home().type, ranks.shape, mesh_dim_names=names)
     except RuntimeError:  # the default group has no name, as torch did not create it
         return _without_groups(ranks, names)
-
-
-@cache
-def owners_of(mesh: DeviceMesh, owner: int) -> DeviceMesh:
-    """Return the mesh of the ranks with this coordinate in the last dimension of a mesh."""
-    return _without_groups(mesh.mesh[..., owner].reshape(-1))

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import swap_tensors
 
@@ -25,33 +24,32 @@ from fsdpc.sharding.rules import Found, Inside, enclosing, name_units, outermost
 from fsdpc.torch import _device, _dtensor
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._drawn import check_drawn
-from fsdpc.torch._dtensor import BareShard, Home, ShardedGrad, ShardedTensor, spec_of
+from fsdpc.torch._dtensor import (
+    BareShard,
+    Home,
+    ShardedGrad,
+    ShardedTensor,
+    attributes_of,
+    spec_of,
+)
 from fsdpc.torch._fsdp2 import TorchState
 from fsdpc.torch._grads import Measured
 from fsdpc.torch._mesh import comm_of
 from fsdpc.torch._param_layout import ParamLayout, is_cut, joined, ranks_of
+from fsdpc.torch._readable import Readable
 from fsdpc.torch._recipe import Recipe
-from fsdpc.torch.kernels import target
+from fsdpc.torch._subclasses import Refresh
+from fsdpc.torch._unsharded import bind
 from fsdpc.torch.policies import MixedPrecisionPolicy
 
 Slot = tuple[dict[str, Any], str, int]
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
-set_version = torch._C._autograd._unsafe_set_version_counter
-try:
-    set_version((torch.empty(0),), (0,))
-except TypeError:  # torch 2.6 and older accept one tensor
-
-    def set_version(bases: tuple[Any, ...], versions: tuple[int, ...]) -> None:
-        for base, version in zip(bases, versions, strict=True):
-            torch._C._autograd._unsafe_set_version_counter(base, version)
 
 
 class ShardInfo:
     """Describes this rank's shard of a parameter: ``name``, full ``shape``, ``rows`` (begin, end).
 
-    ``is_cut`` is whether its rows are divided among ranks; otherwise one rank has all of them.
     ``is_spread`` is whether other ranks have different rows, or none.
     """
 
@@ -64,10 +62,9 @@ class ShardInfo:
         self.is_spread = spread or any(
             pair != (0, extent) for pair, extent in zip(bounds, shape, strict=True)
         )
-        self.is_cut = spread and index not in state.whole
         _, _, first, numel, *_ = state.places[index]
-        row = max(1, layout.stored[1:].numel()) if len(shape) else 1
-        begin = bounds[layout.dim][0] if len(shape) else 0
+        row = max(1, layout.stored[1:].numel())
+        begin = bounds[layout.dim][0]
         self.rows = (begin + first // row, begin - (-(first + numel) // row))
         #: The rows, and which part of other dimensions.
         self.part: str = ", ".join(
@@ -110,7 +107,6 @@ class UnitState(TorchState):
         self.modules: list[nn.Module] = recipe.modules
         self.policy: MixedPrecisionPolicy = recipe.policy
         self.comms: list[_core.Comm] = recipe.where.comms
-        self.whole: frozenset[int] = recipe.whole
         self.root: Root | None = None
         self.summoned: bool = False  # parameters are private full copies
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that step the unit
@@ -133,6 +129,7 @@ class UnitState(TorchState):
             if type(m).forward is not nn.Module.forward
         ]
         self.unsharded: list[nn.Parameter] = []
+        self.refreshes: list[Refresh] = []  # of unsharded parameters that are not only views
         self.known: list[tuple[dict[str, Any], str]] = []  # former places of parameters
         self.when_rooted: list[Callable[[], None]] = []
         self.cast_to: torch.dtype | None = (
@@ -146,14 +143,17 @@ class UnitState(TorchState):
         """Make parameters views of this unit's masters, and create its TorchUnit."""
         self.unit: _core.Unit = unit
         self.dtypes: list[torch.dtype] = dtypes
-        self.places: list[tuple[int, int, int, int, int, int, int]] = _core.unit_places(unit)
+        self.places: list[tuple[int, int, int, int, int, int]] = _core.unit_places(unit)
         self.masters: list[torch.Tensor] = [
             _device.to_torch(m) for m in _core.unit_memory(unit, "master")
         ]
         self.rows: list[torch.Tensor] = [
             self._rows(self.masters, i, self.places[i][5]).data for i in range(len(self.layouts))
         ]  # .data: each counts its own writes
-        self.is_narrow: bool = any(m.dtype.itemsize < torch.float32.itemsize for m in self.masters)
+        self.is_narrow: bool = any(
+            m.is_floating_point() and m.dtype.itemsize < torch.float32.itemsize
+            for m in self.masters
+        )
         made = [self._make_param(i) for i in range(len(self.shapes))]
         if self.params:
             for old, new in zip(self.params, made, strict=True):
@@ -197,7 +197,7 @@ class UnitState(TorchState):
     def _spec(self, i: int, dtype: torch.dtype) -> DTensorSpec:
         """Return the spec of a parameter's tensors, which compare fast because they share it."""
         if (i, dtype) not in self._specs:
-            mesh, placements = self.recipe.placed(i, self.places[i][6])
+            mesh, placements = self.layouts[i].placed(self.recipe.mesh, self.recipe.placements)
             self._specs[i, dtype] = spec_of(mesh, placements, self.shapes[i], dtype)
         return self._specs[i, dtype]
 
@@ -234,7 +234,7 @@ class UnitState(TorchState):
         return max((ranks_of(self.mesh_of(i)) for i in range(len(self.layouts))), key=len)
 
     def mesh_of(self, i: int) -> Any:
-        """Return the mesh of a parameter that is cut, with the dimensions of its other mesh."""
+        """Return the mesh of a parameter, with the dimensions of its other mesh."""
         spec = self.layouts[i].spec
         return self.recipe.mesh if spec is None else joined(self.recipe.mesh, spec.mesh)
 
@@ -264,6 +264,21 @@ class UnitState(TorchState):
         for one in self.lent:
             one.users = one.count_users()
         self.torch_unit.place(grads, self.lent or None)
+
+    def pool_grads(self) -> None:
+        """Release gradient memory, because an optimizer steps the unit inside backward."""
+        self.lent = []
+        self.torch_unit.place([None] * len(self.params), None)
+
+    def copy_of(self, i: int, value: torch.Tensor) -> nn.Parameter:
+        """Return a private parameter with the attributes of parameter `i` over a full value."""
+        kind, attributes = self.layouts[i].kind, attributes_of(self.params[i])
+        requires_grad = self.params[i].requires_grad
+        if kind is not None:
+            return kind.whole(value, attributes).requires_grad_(requires_grad)
+        made = nn.Parameter(value, requires_grad)
+        made.__dict__.update(attributes)
+        return made
 
     def write(self, i: int, full: torch.Tensor) -> None:
         """Write this rank's rows of a full value into the parameter."""
@@ -317,12 +332,13 @@ class UnitState(TorchState):
         """Return the private copies that modules have now; raise if a replacement does not fit."""
         found = list(copies)
         for owner, key, i in self.slots:
-            value = owner.get(key)
-            if value is not copies[i] or value.shape != self.shapes[i]:
-                if not isinstance(value, torch.Tensor) or value.shape != self.shapes[i]:
+            value, kind = owner.get(key), self.layouts[i].kind
+            shape = self.shapes[i] if kind is None else kind.shape
+            if value is not copies[i] or value.shape != shape:
+                if not isinstance(value, torch.Tensor) or value.shape != shape:
                     raise RuntimeError(
                         f"parameter '{self.names[i]}' of unit '{self.unit.name}' was "
-                        f"{tuple(self.shapes[i])} at fully_shard() and now is "
+                        f"{tuple(shape)} at fully_shard() and now is "
                         f"{tuple(getattr(value, 'shape', ())) or type(value).__name__}: resize "
                         "or take out parameters before fully_shard()"
                     )
@@ -335,8 +351,9 @@ class UnitState(TorchState):
         dtype = self.policy.param_dtype
         copies = [owner[key] for owner, key, _ in self.slots]
         try:
-            for (owner, key, _), p in zip(self.slots, copies, strict=True):
-                owner[key] = p if dtype in (None, p.dtype) else nn.Parameter(p.to(dtype), False)
+            for (owner, key, i), p in zip(self.slots, copies, strict=True):
+                if dtype not in (None, p.dtype) and self.dtypes[i] is not torch.uint8:
+                    owner[key] = nn.Parameter(p.to(dtype), False)
             yield
         finally:
             for (owner, key, _), p in zip(self.slots, copies, strict=True):
@@ -360,30 +377,6 @@ class UnitState(TorchState):
             else:
                 param.data = rows
         self.give_memory(i)
-
-    def bind(self, root: Root) -> None:
-        """Create the unsharded parameters after the parameter buffer has been created."""
-        self.root = root
-        with torch.inference_mode(False), torch.no_grad():
-            flats = _core.unit_memory(self.unit, "unsharded")
-            lends = self.torch_unit.lends_unsharded
-            bases = tuple((_device.like if lends else _device.to_torch)(m) for m in flats)
-            lent = [_device.Lent(base) for base in bases] if lends else None
-            for i, layout in enumerate(self.layouts):
-                group, offset, *_ = self.places[i]
-                numel = layout.stored.numel()
-                values = bases[group][offset : offset + numel].view(layout.stored)
-                full = nn.Parameter(layout.place(values), requires_grad=False)
-                full.__dict__.update(self.attributes[i])
-                target(full, self, i)
-                self.unsharded.append(full)
-            for one in lent or ():
-                one.give()
-        # A DTensor counts its own versions.
-        counting = bases + tuple(p for p in self.unsharded if isinstance(p, DTensor))
-        stored = [None if layout.is_plain else layout.take for layout in self.layouts]
-        at_end, units = root.at_end, root.torch_units
-        self.torch_unit.bind(self.unsharded, counting, lent, set_version, at_end, units, stored)
 
 
 @contextmanager
@@ -438,6 +431,7 @@ class Root:
         self.spans: list[Any] = []  # open profiler ranges of backward
         self.finish_spans: Callable[[Root], None]  # set by _profile.py
         self.ending: Callable[[], Any] = _none  # the live callback that autograd will call
+        self.readable: Readable = Readable()
 
     def grads(self) -> list[tuple[UnitState, int, ShardedTensor]]:
         """Return (unit, index, gradient) for each parameter that has a gradient."""
@@ -450,6 +444,7 @@ class Root:
 
     def at_end(self) -> None:
         """Make autograd call :meth:`finish` once, at the end of the current backward."""
+        self.readable.hide()
         if self.ending() is not None:
             return
         if self.head.in_backward:
@@ -504,6 +499,7 @@ class Root:
     def reset(self) -> None:
         """Reshard every unit and drop the gradients of an incomplete backward."""
         half = self.head.in_backward
+        self.readable.hide()
         self.head.reset()
         for state in self.states:
             for param in state.unsharded:
@@ -571,7 +567,8 @@ def make_root(module: nn.Module) -> Root:
     _core.make_root(list(encloses), list(encloses.values()))
     root = Root(ordered)
     for state in ordered:
-        state.bind(root)
+        state.root = root
+        bind(state)
     for state in ordered:
         for action in state.when_rooted:
             action()

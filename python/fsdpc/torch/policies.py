@@ -79,4 +79,9 @@ def core_dtype(dtype: torch.dtype | None) -> _core.dtype | None:
             f"{dtype} cannot be sharded or communicated in: use float32, bfloat16, float16 or "
             "float64"
         )
+    return engine_dtype(dtype)
+
+
+def engine_dtype(dtype: torch.dtype) -> _core.dtype:
+    """Return the engine's dtype with the same name, of what units store too (bytes)."""
     return _core.as_dtype(str(dtype).removeprefix("torch."))

@@ -19,9 +19,9 @@ from fsdpc.torch._unit import (
     check_same_ranks,
     full_value,
     on_copies,
-    set_version,
     states_of,
 )
+from fsdpc.torch._unsharded import set_version
 
 
 class _Option:
@@ -88,7 +88,7 @@ def summon_full_params(
             value = full_value(s, i)
             grad = full_grad(p) if with_grads else None
             if mine:
-                copies[-1].append(nn.Parameter(value, p.requires_grad))
+                copies[-1].append(s.copy_of(i, value))
                 copies[-1][-1].grad = grad
     with on_copies(states, copies) as now:
         yield
@@ -171,6 +171,19 @@ def accept_full(state: UnitState, modules: list[nn.Module]) -> None:
     for module in modules:
         if places := owned.get(id(module._parameters)):
             module._register_load_state_dict_pre_hook(partial(_take, state, places))
+            if any(hasattr(state.params[i], "quant_state") for i in places.values()):
+                module._register_state_dict_hook(partial(_drop_scales, places))
+
+
+def _drop_scales(places: Mapping[str, int], _: nn.Module, given: Any, prefix: str, __: Any) -> None:
+    """Remove what bitsandbytes saves next to its codes, which no module loads, as FSDP2 does.
+
+    torch's ``get_model_state_dict`` and ``set_model_state_dict`` fail with such names.
+    :func:`get_model_state_dict` keeps them.
+    """
+    if not _Option.depth:
+        for name in [n for n in given for key in places if n.startswith(f"{prefix}{key}.")]:
+            del given[name]
 
 
 def _take(
