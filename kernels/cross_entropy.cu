@@ -60,14 +60,36 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
 {
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         wide<T> lse = a.lse ? row_lse<T, N>((const T *)a.logits + r * a.cols, a.cols) : 0;
+        double total = 0;
+        if (a.means) {
+            FSDPC_FOR_ROW(1, c, a.cols)
+            total += widen<double>(((const T *)a.logits)[r * a.cols + c]);
+            total = block_sum(total);
+        }
         if (threadIdx.x)
             continue;
         if (a.lse)
             a.lse[r] = (float)lse;
+        if (a.means)
+            a.means[r] = (float)(total / (double)a.cols);
         long long target = target_of(a, r);
         if (target != a.ignore_index && (unsigned long long)target >= a.cols)
             report_fault(fault, FSDPC_CUDA_FAULT_TARGET, target, r, a.cols);
     }
+}
+
+/* As in csrc/ops/nn_plan.c. */
+template <typename T>
+__device__ __forceinline__ double row_loss(const fsdpc_cross_entropy_args &a, size_t r,
+                                           long long target)
+{
+    double x = widen<double>(((const T *)a.logits)[r * a.cols + target]);
+    if (!a.lse)
+        return -x;
+    double lse = a.lse[r], smoothing = a.smoothing;
+    if (a.means)
+        x = (1 - smoothing) * x + smoothing * (double)a.means[r];
+    return lse - x + (double)a.z_loss * lse * lse;
 }
 
 /* Runs in one block. */
@@ -78,21 +100,22 @@ static __global__ void __launch_bounds__(1024) cross_entropy_mean_kernel(fsdpc_c
     unsigned long long count = 0;
     for (size_t r = threadIdx.x; r < a.rows; r += blockDim.x) {
         long long target = target_of(a, r);
-        if (!is_counted(a, target))
-            continue;
-        double lse = a.lse ? a.lse[r] : 0;
-        total += lse - widen<double>(((const T *)a.logits)[r * a.cols + target]);
-        count++;
+        bool counted = is_counted(a, target);
+        double loss = counted ? row_loss<T>(a, r, target) : 0;
+        if (a.losses)
+            a.losses[r] = (float)loss;
+        total += loss;
+        count += counted;
     }
     total = block_sum(total);
     count = block_sum(count);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && a.loss) {
         fsdpc_loss_sum sum = {0, 0};
         if (a.accumulate)
             sum = *a.sum;
         if (count)
             sum.total += (double)(float)(total / (double)count) * (double)count;
-        sum.count += count;
+        sum.count = a.sums ? 1 : sum.count + count;
         *a.sum = sum;
         *a.loss = sum.count ? (float)(sum.total / (double)sum.count) : NAN;
     }
@@ -109,22 +132,27 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     cross_entropy_backward_kernel(fsdpc_cross_entropy_args a, fsdpc_cuda_fault *fault)
 {
     typedef wide<T> W;
-    W scale = a.dloss ? (W)loss_scale(a.sum, a.dloss) : (W)1;
+    W all = a.dloss ? (W)loss_scale(a.sum, a.dloss) : (W)1;
+    W inverse = a.softcap > 0 ? (W)1 / (W)a.softcap : (W)0;
+    W smoothing = (W)a.smoothing, even = smoothing / (W)a.cols;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const T *x = (const T *)a.logits + r * a.cols;
         long long target = target_of(a, r);
         bool counted = is_counted(a, target);
-        W lse = 0;
+        W lse = 0, scale = a.dlosses ? (W)a.dlosses[r] : all;
         if (a.lse)
             lse = sizeof(W) == sizeof(float) ? (W)a.lse[r] : row_lse<T, N>(x, a.cols);
+        W factor = (W)1 + (W)2 * (W)a.z_loss * lse;
         FSDPC_FOR_ROW(N, c, a.cols)
         {
             vec<W, N> v = load_wide<N, W>(x + c);
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                W p = a.lse ? exp(v.at[k] - lse) : (W)0;
-                p = (long long)(c + k) == target ? p - (W)1 : p;
-                v.at[k] = counted ? p * scale : (W)0;
+                W x = v.at[k] * inverse, slope = (W)1 - x * x;
+                W p = a.lse ? exp(v.at[k] - lse) * factor : (W)0;
+                W hit = (long long)(c + k) == target ? (W)1 - smoothing : (W)0;
+                p = (p - (hit + even)) * scale;
+                v.at[k] = !counted ? (W)0 : inverse > (W)0 ? p * slope : p;
             }
             store_narrow<N>((T *)a.dlogits + r * a.cols + c, v);
         }

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from stub_docs import STUB, put
 
-MOST = 8  # FSDPC_PY_MAX_PARAMS
+MOST = 9  # FSDPC_PY_MAX_PARAMS
 SECTION = re.compile(r"# ---- (.*) ----")
 METHOD = "  # method"
 
@@ -87,6 +87,8 @@ def argument(node: ast.arg, default: ast.expr | None) -> Argument:
         kind = "OBJECT_OR_NONE"
     elif kind == "DTYPE_OR_NONE":
         value = value and "-1"
+    elif kind == "TEXT" and value:
+        value = f'"{ast.literal_eval(value)}"'
     elif kind == "NUMBER" and value:
         value = f"{{.integral = true, .fits = true, .whole = {value}, .real = {value}}}"
     return Argument(node.arg, kind, member, value and DEFAULTS.get(value, value), tuple(choices))

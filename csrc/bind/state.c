@@ -107,6 +107,7 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
     r->device->ordered = r->ordered;
     r->compute = fsdpc_device_main(r->device);
     FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
+    r->tape->few_chunks = r->plugin != NULL;
     FSDPC_TRY(fsdpc_trace_create((size_t)r->env.trace, &r->trace));
     r->ready = true;
     return FSDPC_OK;

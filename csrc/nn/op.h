@@ -77,6 +77,19 @@ fsdpc_status fsdpc_op_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gra
  * the input's gradient. */
 fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gemm_args *args);
 
+/* Checks the operands and options of a loss. */
+fsdpc_status fsdpc_loss_check(const char *op, const char *what, const fsdpc_tensor *x,
+                              const fsdpc_tensor *targets, const fsdpc_loss_options *options);
+/* Allocates an fsdpc_loss_sum, which only kernels access. */
+fsdpc_status fsdpc_loss_sum_create(fsdpc_tape *tape, fsdpc_tensor **out);
+/* Allocates a loss's result: a scalar, or one value per target. */
+fsdpc_status fsdpc_loss_result(const fsdpc_tape *tape, const fsdpc_tensor *targets,
+                               const fsdpc_loss_options *options, fsdpc_tensor **out);
+/* Returns the kernels' arguments for all rows of logits, without results and gradients. */
+fsdpc_cross_entropy_args fsdpc_loss_args(const fsdpc_tensor *logits, const fsdpc_tensor *targets,
+                                         const fsdpc_tensor *lse,
+                                         const fsdpc_loss_options *options);
+
 /* Adds the sum of dy's rows to the gradient of a bias. */
 fsdpc_status fsdpc_op_give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *dy);
 

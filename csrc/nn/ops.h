@@ -191,14 +191,28 @@ fsdpc_status fsdpc_op_element_places(fsdpc_tape *tape, const fsdpc_tensor *index
 fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *x,
                                    size_t rows, fsdpc_tensor **out);
 
-/* ---- losses: op_loss.c. The result is always an F32 scalar. ---- */
+/* ---- losses: op_loss.c, op_head.c. The result is an F32 scalar, or one F32 per target. ---- */
 
-/* logits (..., classes), targets (...); with `logs`, logits are log-probabilities. */
+typedef enum fsdpc_loss_reduction {
+    FSDPC_LOSS_MEAN,
+    FSDPC_LOSS_SUM,
+    FSDPC_LOSS_NONE /* the losses of all targets, 0 for those that are ignored */
+} fsdpc_loss_reduction;
+typedef struct fsdpc_loss_options {
+    int64_t ignore_index;
+    fsdpc_loss_reduction reduction;
+    double smoothing; /* part of the target that is spread over all classes, in [0, 1) */
+    double z_loss;    /* factor of the squared logarithm of the softmax's denominator */
+    double softcap; /* logits become softcap * tanh(logits / softcap); 0: not. Of the head alone */
+} fsdpc_loss_options;
+/* logits (..., classes), targets (...); with `logs`, logits are log-probabilities, and smoothing
+ * and z_loss are 0. */
 fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdpc_tensor *targets,
-                                    int64_t ignore_index, bool logs, fsdpc_tensor **out);
+                                    const fsdpc_loss_options *options, bool logs,
+                                    fsdpc_tensor **out);
 /* cross_entropy(linear(x, weight), targets) in chunks of rows; chunk_rows 0: an automatic size. */
 fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
-                                           fsdpc_tensor *targets, int64_t ignore_index,
+                                           fsdpc_tensor *targets, const fsdpc_loss_options *options,
                                            size_t chunk_rows, fsdpc_tensor **out);
 
 /* ---- operations defined by the caller: op_custom.c ---- */

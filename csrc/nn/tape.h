@@ -27,6 +27,7 @@ typedef fsdpc_status (*fsdpc_boundary_fn)(void *arg);
 struct fsdpc_tape {
     fsdpc_device *device;
     fsdpc_stream *stream; /* where compute runs */
+    bool few_chunks;      /* losses prefer few passes to little memory: op_head.c */
     bool grad_enabled;
     _Atomic uint64_t next_number; /* atomic: operations run outside the GIL on several threads */
     int backward_depth;           /* > 0 inside backward */

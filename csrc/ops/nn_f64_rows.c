@@ -183,16 +183,25 @@ static double cross_entropy_lse(const double *x, size_t cols)
 void fsdpc_nn_cross_entropy_f64(const void *arg, size_t first, size_t last)
 {
     const fsdpc_cross_entropy_args *args = arg;
-    for (size_t row = first; row < last; row++)
-        args->lse[row] =
-            (float)cross_entropy_lse((const double *)args->logits + row * args->cols, args->cols);
+    for (size_t row = first; row < last; row++) {
+        const double *x = (const double *)args->logits + row * args->cols;
+        args->lse[row] = (float)cross_entropy_lse(x, args->cols);
+        double sum = 0;
+        for (size_t c = 0; c < args->cols && args->means; c++)
+            sum += x[c];
+        if (args->means)
+            args->means[row] = (float)(sum / (double)args->cols);
+    }
 }
 
 void fsdpc_nn_cross_entropy_backward_f64(const void *arg, size_t first, size_t last)
 {
     const fsdpc_cross_entropy_args *args = arg;
-    double scale = args->dloss ? fsdpc_nn_loss_scale(args->sum, args->dloss) : 1;
+    double all = args->dloss ? fsdpc_nn_loss_scale(args->sum, args->dloss) : 1;
+    double smoothing = (double)args->smoothing, z_loss = (double)args->z_loss;
+    double cap = (double)args->softcap;
     for (size_t row = first; row < last; row++) {
+        double scale = args->dlosses ? (double)args->dlosses[row] : all;
         const double *x = (const double *)args->logits + row * args->cols;
         double *dx = (double *)args->dlogits + row * args->cols;
         int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
@@ -203,8 +212,13 @@ void fsdpc_nn_cross_entropy_backward_f64(const void *arg, size_t first, size_t l
             continue;
         }
         double lse = cross_entropy_lse(x, args->cols);
-        for (size_t c = 0; c < args->cols; c++)
-            dx[c] = (exp(x[c] - lse) - (c == (size_t)target)) * scale;
+        for (size_t c = 0; c < args->cols; c++) {
+            double hit = c == (size_t)target ? 1 - smoothing : 0;
+            double slope = cap > 0 ? 1 - x[c] / cap * (x[c] / cap) : 1;
+            dx[c] =
+                (exp(x[c] - lse) * (1 + 2 * z_loss * lse) - hit - smoothing / (double)args->cols) *
+                scale * slope;
+        }
     }
 }
 

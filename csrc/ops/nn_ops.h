@@ -297,12 +297,17 @@ typedef struct fsdpc_embedding_args {
 /* The sum of row losses so far, in device memory. */
 typedef struct fsdpc_loss_sum {
     double total;   /* each call adds its mean, rounded to fp32, times its rows */
-    uint64_t count; /* rows that counted */
+    uint64_t count; /* rows that counted; 1 if the loss is their sum */
 } fsdpc_loss_sum;
 
-/* The mean of -log softmax(logits)[target] over the rows whose target is not ignore_index. If
- * every row is ignored, the loss is NaN, as in PyTorch. Rows may be passed in several consecutive
- * calls on a stream, which add to one sum. */
+/* A row's loss is
+ *
+ *     lse - (1 - smoothing) * logits[target] - smoothing * mean(logits) + z_loss * lse^2,
+ *
+ * which is -log softmax(logits)[target] by default; it is 0 if the target is ignore_index. The
+ * loss is the mean over the other rows, or with `sums` their sum. The mean of no rows is NaN, as
+ * in PyTorch. Rows may be passed in several consecutive calls on a stream, which add to one sum.
+ */
 typedef struct fsdpc_cross_entropy_args {
     fsdpc_dtype dtype; /* of logits and dlogits */
     fsdpc_dtype id_dtype;
@@ -310,13 +315,21 @@ typedef struct fsdpc_cross_entropy_args {
     const void *logits;
     const void *targets; /* (rows) */
     int64_t ignore_index;
-    float *lse;          /* (rows), written forward, read backward; NULL: logits are
+    float *lse;      /* (rows), written forward, read backward; NULL: logits are
                           * log-probabilities, as returned by log_softmax */
-    float *loss;         /* forward: the mean of the current sum */
-    fsdpc_loss_sum *sum; /* written forward; read backward, unless dloss is NULL */
-    bool accumulate;     /* forward: add to the sum */
-    const float *dloss;  /* backward: gradient of the mean; NULL: compute that of the row sum */
-    void *dlogits;       /* backward; may be logits */
+    float smoothing; /* 0 if lse is NULL, as is z_loss */
+    float z_loss;
+    float *means;         /* (rows), written forward: each row's mean; NULL without smoothing */
+    float *losses;        /* forward: (rows), or NULL */
+    float *loss;          /* forward: the loss of the current sum; may be NULL, if losses is not */
+    fsdpc_loss_sum *sum;  /* written forward; read backward, unless dloss is NULL */
+    bool accumulate;      /* forward: add to the sum */
+    bool sums;            /* forward: `loss` is the rows' sum */
+    const float *dloss;   /* backward: its gradient; NULL: compute that of the row sum */
+    const float *dlosses; /* backward: (rows) gradients of `losses`, instead of dloss; or NULL */
+    float softcap;        /* backward: unless 0, logits are softcap * tanh(x / softcap), and
+                            * dlogits is x's gradient */
+    void *dlogits;        /* backward; may be logits */
 } fsdpc_cross_entropy_args;
 
 /* Converts a gradient of the sum of row losses to that of their mean: out = x * *dloss /

@@ -159,22 +159,37 @@ fsdpc_status fsdpc_nn_cross_entropy_check(const fsdpc_cross_entropy_args *args, 
     return FSDPC_OK;
 }
 
+static double row_loss(const fsdpc_cross_entropy_args *args, size_t row)
+{
+    int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
+    if (target == args->ignore_index)
+        return 0;
+    double x = fsdpc_nn_load_f64(args->logits, row * args->cols + (size_t)target, args->dtype);
+    if (!args->lse)
+        return -x;
+    double lse = (double)args->lse[row], smoothing = (double)args->smoothing;
+    if (args->means)
+        x = (1 - smoothing) * x + smoothing * (double)args->means[row];
+    return lse - x + (double)args->z_loss * lse * lse;
+}
+
 void fsdpc_nn_cross_entropy_mean(const fsdpc_cross_entropy_args *args, size_t count)
 {
     double total = 0;
     for (size_t row = 0; row < args->rows; row++) {
-        int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
-        if (target != args->ignore_index)
-            total +=
-                (args->lse ? (double)args->lse[row] : 0) -
-                fsdpc_nn_load_f64(args->logits, row * args->cols + (size_t)target, args->dtype);
+        double loss = row_loss(args, row);
+        if (args->losses)
+            args->losses[row] = (float)loss;
+        total += loss;
     }
+    if (!args->loss)
+        return;
     fsdpc_loss_sum sum = {0};
     if (args->accumulate)
         sum = *args->sum;
     if (count) /* the mean of no rows is NaN */
         sum.total += (double)(float)(total / (double)count) * (double)count;
-    sum.count += count;
+    sum.count = args->sums ? 1 : sum.count + count;
     *args->sum = sum;
     *args->loss = sum.count ? (float)(sum.total / (double)sum.count) : NAN;
 }

@@ -1505,8 +1505,15 @@ def varlen_attention(
 ) -> Tensor:
     """Attend within each document of a row; a nonzero ``window`` limits the number of keys."""
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Compute the cross entropy of class ids with the defaults of ``functional.cross_entropy``."""
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Compute ``functional.cross_entropy`` of class ids without weights; the result is float32."""
 
 def nll_loss(log_p: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
     """Compute the negative log likelihood with the defaults of ``functional.nll_loss``."""
@@ -1517,6 +1524,10 @@ def linear_cross_entropy(
     targets: Tensor,
     ignore_index: int = -100,
     chunk_rows: int = 0,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight), targets)`` without storing all logits.
 
@@ -1531,13 +1542,36 @@ def linear_cross_entropy(
     ignore_index : int
         Rows with this target are ignored.
     chunk_rows : int
-        Number of rows whose logits exist at the same time; 0 chooses the number that fits in 64
-        MiB, but at least 256 and an eighth of all rows.
+        Number of rows whose logits exist at the same time; 0 chooses the number that fits in 24
+        MiB, but at least 64; on a GPU 64 MiB, at least 256 and an eighth of all rows.
+    reduction : {"mean", "sum", "none"}
+        The mean covers only rows that are not ignored; "none" returns (...), with 0 for those.
+    label_smoothing : float
+        This fraction of the target, in [0, 1), is spread over all classes.
+    softcap : float
+        If positive, logits become ``softcap * tanh(logits / softcap)``.
+    z_loss : float
+        Adds this factor times the square of each row's log-sum-exp.
+
+    Returns
+    -------
+    Tensor
+        A float32 scalar, or (...) with "none". The mean is NaN if all rows are ignored.
+
+    Raises
+    ------
+    IndexError
+        A target is neither a class nor ``ignore_index``.
+    ValueError
+        Shapes do not match, or an option is out of range.
 
     Notes
     -----
-    With several chunks, a private fp32 gradient of the weight's size is kept from forward to
-    backward; with one chunk, the logits' gradient is.
+    With several chunks, the weight's gradient is summed in fp32 in forward and becomes its gradient
+    in backward; with one chunk, the logits' gradient is kept. With "none", backward computes the
+    logits again.
+
+    Source: Chowdhery et al. 2022 (z-loss), Gemma Team 2024 (soft caps).
 
     Examples
     --------

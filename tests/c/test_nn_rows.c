@@ -237,14 +237,31 @@ static void test_norm(nn_rig *rig, norm_case n)
 
 /* -- cross entropy ----------------------------------------------------------------------------- */
 
-static double cross_entropy_of(const double *x, size_t cols, const void *target)
+typedef struct class_loss {
+    size_t target;
+    double smoothing, z_loss;
+} class_loss;
+
+static double cross_entropy_of(const double *x, size_t cols, const void *arg)
 {
-    return lse_of(x, cols) - x[*(const size_t *)target];
+    const class_loss *loss = arg;
+    double lse = lse_of(x, cols), mean = 0;
+    for (size_t c = 0; c < cols; c++)
+        mean += x[c] / (double)cols;
+    return lse - (1 - loss->smoothing) * x[loss->target] - loss->smoothing * mean +
+           loss->z_loss * lse * lse;
 }
 
+/* `options`: with smoothing, a z-loss, a soft cap, and a gradient for each row. */
 static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dtype, size_t rows,
-                               size_t cols, bool ignore_some)
+                               size_t cols, bool ignore_some, bool options)
 {
+    enum { CAP = 10 };
+    class_loss all = {.smoothing = options ? 0.25 : 0, .z_loss = options ? 0.0625 : 0};
+    float *means = calloc(rows + 1, sizeof *means), *losses = calloc(rows + 1, sizeof *losses);
+    float *dlosses = calloc(rows + 1, sizeof *dlosses);
+    for (size_t row = 0; row < rows; row++)
+        dlosses[row] = (float)(row % 5) - 1.5f;
     buffer logits = buffer_noise(dtype, rows * cols, 1, -5, 5),
            dlogits = buffer_make(dtype, rows * cols);
     buffer targets = buffer_noise(id_dtype, rows, 2, 0, (double)cols);
@@ -263,6 +280,11 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
     args.sum = &sum;
     args.dloss = &dloss;
     args.dlogits = dlogits.data;
+    args.losses = losses;
+    if (options) {
+        args.smoothing = (float)all.smoothing, args.z_loss = (float)all.z_loss;
+        args.means = means, args.dlosses = dlosses, args.softcap = CAP;
+    }
     CHECK_OK(rig->ops->cross_entropy(&args, rig->stream));
     CHECK_OK(rig->ops->cross_entropy_backward(&args, rig->stream));
     buffer_check(rig, &dlogits, "cross entropy backward");
@@ -273,9 +295,11 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
     double want_loss = 0;
     for (size_t row = 0; row < rows; row++) {
         double target = buffer_get(&targets, row), *x = row_of(&logits, row, cols);
-        size_t hit = target < 0 ? 0 : (size_t)target;
+        all.target = target < 0 ? 0 : (size_t)target;
+        double want = target >= 0 ? cross_entropy_of(x, cols, &all) : 0;
+        check_near(rig, "cross entropy of a row", FSDPC_F32, row, losses[row], want, 1e-5);
         want_count += target >= 0;
-        want_loss += target >= 0 ? cross_entropy_of(x, cols, &hit) : 0;
+        want_loss += want;
         free(x);
     }
     CHECK(sum.count == want_count);
@@ -284,12 +308,16 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
     for (size_t row = 0; row<rows; row += rows> 20 ? 7 : 1) {
         double target = buffer_get(&targets, row), *x = row_of(&logits, row, cols);
         size_t hit = target < 0 ? 0 : (size_t)target;
+        all.target = hit;
+        double factor = options ? (double)dlosses[row] : 0.5 / (double)want_count;
         for (size_t c = 0; c < cols; c += c == hit || c + 1 == hit ? 1 : sample_step(cols)) {
-            double want = row_slope(cross_entropy_of, x, cols, c, &hit) * 0.5 / (double)want_count;
+            double want = row_slope(cross_entropy_of, x, cols, c, &all) * factor;
+            want *= options ? 1 - x[c] / CAP * (x[c] / CAP) : 1;
             want = target < 0 ? 0 : want;
             check_near(rig, "cross entropy backward", dtype, c,
                        buffer_get(&dlogits, row * cols + c), want,
-                       tolerance(dtype, want, 0.5 / (double)want_count, 8) + 1e-9);
+                       tolerance(dtype, want, fabs(factor), 8) + 1e-9 +
+                           fabs(factor) * 2 * slope_noise(cols));
         }
         free(x);
     }
@@ -301,6 +329,9 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
     buffer_free(&dlogits);
     buffer_free(&targets);
     free(lse);
+    free(means);
+    free(losses);
+    free(dlosses);
 }
 
 /* Rows in two calls, and their sum's gradient made the mean's afterwards. */
@@ -420,8 +451,9 @@ static void suite(nn_rig *rig)
             size_t rows = shapes[s][0], cols = shapes[s][1];
             test_softmax(rig, dtype, rows, cols, false);
             test_softmax(rig, dtype, rows, cols, true);
-            test_cross_entropy(rig, dtype, FSDPC_I64, rows, cols, false);
-            test_cross_entropy(rig, dtype, FSDPC_I32, rows, cols, true);
+            test_cross_entropy(rig, dtype, FSDPC_I64, rows, cols, false, false);
+            test_cross_entropy(rig, dtype, FSDPC_I32, rows, cols, true, false);
+            test_cross_entropy(rig, dtype, FSDPC_I32, rows, cols, true, true);
             for (int layer = 0; layer < 2; layer++)
                 for (int affine = 0; affine < 2; affine++)
                     test_norm(rig, (norm_case){dtype, float_dtypes[(d + s) % 4], layer, affine,

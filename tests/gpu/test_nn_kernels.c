@@ -434,7 +434,14 @@ static void test_cross_entropy(void)
                                              .cols = cols,
                                              .ignore_index = -100};
             buffer loss = buffer_poison(FSDPC_F32, 2, 0), sum = buffer_poison(FSDPC_I64, 2, 0);
-            buffer dloss = buffer_random(FSDPC_F32, 1, 0);
+            buffer dloss = buffer_random(FSDPC_F32, 1, 0),
+                   dlosses = buffer_random(FSDPC_F32, rows, 0);
+            buffer means = buffer_poison(FSDPC_F32, rows, 0),
+                   losses = buffer_poison(FSDPC_F32, rows, 0);
+            bool options = n % 3 == 1;
+            if (options)
+                args.smoothing = 0.25f, args.z_loss = 0.01f, args.softcap = 9;
+            args.sums = n % 4 == 2;
             for (int side = 0; side < 2; side++) {
                 fsdpc_stream *stream = side ? gpu_stream : cpu_stream;
                 args.logits = side ? x.on_gpu : x.on_cpu;
@@ -444,6 +451,11 @@ static void test_cross_entropy(void)
                 args.loss = side ? loss.on_gpu : loss.on_cpu;
                 args.sum = side ? sum.on_gpu : sum.on_cpu;
                 args.dloss = side ? dloss.on_gpu : dloss.on_cpu;
+                args.losses = side ? losses.on_gpu : losses.on_cpu;
+                if (options) {
+                    args.means = side ? means.on_gpu : means.on_cpu;
+                    args.dlosses = side ? dlosses.on_gpu : dlosses.on_cpu;
+                }
                 CHECK_OK(on(stream)->cross_entropy(&args, stream));
                 args.loss++, args.accumulate = true; /* the same rows once more */
                 CHECK_OK(on(stream)->cross_entropy(&args, stream));
@@ -457,8 +469,11 @@ static void test_cross_entropy(void)
             CHECK(fabs(got->total - want->total) <= 1e-5 * (double)(1 + want->count));
             check_close(&loss, 10, 8, "cross entropy");
             check_close(&lse, 10, 8, "cross entropy, lse");
+            check_close(&losses, 10, 8, "cross entropy, rows");
             check_close(&dx, 2, 32, "cross entropy backward");
-            fini_all((buffer *[]){&x, &ids, &lse, &dx, &loss, &sum, &dloss}, 7);
+            fini_all(
+                (buffer *[]){&x, &ids, &lse, &dx, &loss, &sum, &dloss, &dlosses, &means, &losses},
+                10);
         }
 }
 

@@ -53,6 +53,7 @@ static fsdpc_status null_runtime_create(const fsdpc_runtime *like, size_t events
     r->device->nn = fsdpc_nn_ops_null();
     FSDPC_TRY(fsdpc_stream_create(r->device, "dry run", false, &r->compute));
     FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
+    r->tape->few_chunks = like->plugin != NULL;
     return fsdpc_trace_create(events, &r->trace);
 }
 

@@ -236,13 +236,48 @@ FSDPC_PY_OP(varlen_attention)
 
 /* ---- losses ---- */
 
-FSDPC_PY_RETURNS(cross_entropy, a->logits->numel,
-                 fsdpc_op_cross_entropy(r->tape, a->logits, a->targets, a->ignore_index, false, &y))
-FSDPC_PY_RETURNS(nll_loss, a->log_p->numel,
-                 fsdpc_op_cross_entropy(r->tape, a->log_p, a->targets, a->ignore_index, true, &y))
-FSDPC_PY_RETURNS(linear_cross_entropy, a->x->numel + a->weight->numel,
-                 fsdpc_op_linear_cross_entropy(r->tape, a->x, a->weight, a->targets,
-                                               a->ignore_index, a->chunk_rows, &y))
+/* Returns 0 and the reduction, or -1 with a ValueError. */
+static int reduction_of(const char *op, const char *name, fsdpc_loss_reduction *out)
+{
+    const char *const names[] = {"mean", "sum", "none"};
+    for (int i = 0; i < 3; i++) {
+        *out = (fsdpc_loss_reduction)i;
+        if (strcmp(name, names[i]) == 0)
+            return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "%s: reduction is '%s', not 'mean', 'sum' or 'none'", op, name);
+    return -1;
+}
+
+FSDPC_PY_OP(cross_entropy)
+{
+    fsdpc_loss_options o = {
+        .ignore_index = a->ignore_index, .smoothing = a->label_smoothing, .z_loss = a->z_loss};
+    if (reduction_of("cross_entropy", a->reduction, &o.reduction) < 0)
+        return NULL;
+    FSDPC_PY_RETURN(a->logits->numel,
+                    fsdpc_op_cross_entropy(r->tape, a->logits, a->targets, &o, false, &y));
+}
+
+FSDPC_PY_OP(nll_loss)
+{
+    fsdpc_loss_options o = {.ignore_index = a->ignore_index};
+    FSDPC_PY_RETURN(a->log_p->numel,
+                    fsdpc_op_cross_entropy(r->tape, a->log_p, a->targets, &o, true, &y));
+}
+
+FSDPC_PY_OP(linear_cross_entropy)
+{
+    fsdpc_loss_options o = {.ignore_index = a->ignore_index,
+                            .smoothing = a->label_smoothing,
+                            .z_loss = a->z_loss,
+                            .softcap = a->softcap};
+    if (reduction_of("linear_cross_entropy", a->reduction, &o.reduction) < 0)
+        return NULL;
+    FSDPC_PY_RETURN(
+        a->x->numel + a->weight->numel,
+        fsdpc_op_linear_cross_entropy(r->tape, a->x, a->weight, a->targets, &o, a->chunk_rows, &y));
+}
 
 /* ---- the tables ---- */
 

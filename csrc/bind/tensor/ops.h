@@ -61,7 +61,7 @@ typedef struct fsdpc_py_signature {
     const fsdpc_py_param *params;
 } fsdpc_py_signature;
 
-enum { FSDPC_PY_MAX_PARAMS = 8 };
+enum { FSDPC_PY_MAX_PARAMS = 9 };
 
 typedef struct fsdpc_py_extents {
     int n;

@@ -51,7 +51,7 @@ def cross_entropy(
 
     Notes
     -----
-    Class ids with default options use a single kernel; everything else is composed of
+    Class ids without weights use a single kernel; everything else is composed of
     :func:`log_softmax` and :func:`nll_loss`.
 
     Source: Szegedy et al. 2016 (label smoothing).
@@ -66,8 +66,9 @@ def cross_entropy(
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"cross_entropy: label_smoothing is {label_smoothing}, not in [0, 1)")
     ids = targets.shape != logits.shape or not targets.dtype.is_floating_point
-    if ids and reduction == "mean" and weight is None and label_smoothing == 0:
-        return _core.cross_entropy(logits, targets, ignore_index)
+    usual = reduction == "mean" and label_smoothing == 0
+    if ids and weight is None and (usual or logits.dtype is not _core.float64):
+        return _core.cross_entropy(logits, targets, ignore_index, reduction, label_smoothing)
     log_p = _core.log_softmax(wide(logits), -1)
     if not ids:
         return _of_probabilities(log_p, wide(targets), reduction, weight, label_smoothing)
