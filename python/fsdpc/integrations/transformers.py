@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 
 from fsdpc.integrations._fsdp_config import from_fsdp_config
+from fsdpc.integrations._fused_loss import fuse_loss as fuse_loss
 from fsdpc.integrations.accelerate import WholeStateOptimizer, check, prepare
 from fsdpc.sharding.rules import is_sharded
 from fsdpc.torch import get_model_state_dict

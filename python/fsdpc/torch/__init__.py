@@ -28,6 +28,7 @@ from fsdpc.torch.ddp import DistributedDataParallel
 from fsdpc.torch.ema import EMA
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from fsdpc.torch.kernels import KernelLinear, use_kernels
+from fsdpc.torch.loss import linear_cross_entropy
 from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdpc.torch.plan import shard_by_plan
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -48,7 +49,7 @@ __all__ = [
     "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
     "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
     "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "install",
-    "optim", "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
+    "linear_cross_entropy", "optim", "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
     "shard_by_plan", "share_comm_ctx", "sharded_grad_scaler", "size_based_auto_wrap_policy",
     "summon_full_params", "transformer_auto_wrap_policy", "uninstall", "use_kernels", "wrap",
 ]  # fmt: skip

@@ -1,0 +1,124 @@
+"""``fsdpc.torch.linear_cross_entropy`` beside torch's, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as TF
+
+from fsdpc.torch import fully_shard, linear_cross_entropy
+
+from .common import assert_same_grads, average_grads
+
+MIB = 1 << 20
+
+
+def operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 16, dtype=dtype, requires_grad=True)
+    w = torch.randn(50, 16, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, 50, (2, 7))
+    target[0, 1] = -100
+    return x, w, target
+
+
+def definition(x: Any, w: Any, target: Any, softcap: float, z_loss: float, **options: Any) -> Any:
+    logits = TF.linear(x, w).reshape(-1, 50)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    loss = TF.cross_entropy(logits, target.reshape(-1), **options)
+    more = z_loss * logits.logsumexp(-1) ** 2 * (target.reshape(-1) != -100)
+    if options["reduction"] == "none":
+        return (loss + more).reshape(target.shape)
+    return loss + more.sum() / (13 if options["reduction"] == "mean" else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing, softcap, z_loss", [(0, 0, 0), (0.1, 5.0, 0.01)])
+def test_values(smoothing: float, softcap: float, z_loss: float, reduction: str, dtype: Any) -> None:
+    x, w, target = operands(dtype)
+    options = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap,
+               "z_loss": z_loss}  # fmt: skip
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    loss, want = linear_cross_entropy(x, w, target, **options), definition(*wide, target, **options)
+    assert loss.dtype is torch.float32 and loss.shape == want.shape
+    factors = torch.linspace(-1, 1, loss.numel()).reshape(loss.shape) if loss.dim() else 1
+    (loss * factors).sum().backward()
+    (want * factors).sum().backward()
+    near = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+    torch.testing.assert_close(loss.double(), want, rtol=near[dtype], atol=near[dtype])
+    for t, wanted in zip((x, w), wide, strict=True):
+        assert t.grad.dtype is dtype
+        torch.testing.assert_close(t.grad.double(), wanted.grad, rtol=near[dtype], atol=near[dtype])
+
+
+def test_only_what_needs_a_gradient() -> None:
+    x, w, target = operands(torch.float32)
+    linear_cross_entropy(x.detach(), w, target).backward()
+    assert x.grad is None and w.grad is not None
+    with torch.no_grad():
+        assert not linear_cross_entropy(x, w, target).requires_grad
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.ranks(2)
+def test_a_sharded_head(frozen: bool) -> None:
+    """Read inside its unit, or as a DTensor outside."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, 50, bias=False)
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return linear_cross_entropy(self.body(x), self.head.weight, target)
+
+    torch.manual_seed(0)
+    plain, ours = Model(), Model()
+    ours.load_state_dict(plain.state_dict())
+    plain.head.requires_grad_(not frozen)
+    ours.head.requires_grad_(not frozen)
+    fully_shard(ours)
+    x, target = torch.randn(5, 8), torch.tensor([1, 2, -100, 7, 49])
+    for model in (plain, ours):
+        model(x, target).backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain)
+    outside = linear_cross_entropy(torch.ones(1, 16), ours.head.weight, target[:1])
+    inside = TF.cross_entropy(plain.head(torch.ones(1, 16)), target[:1])
+    torch.testing.assert_close(outside, inside)
+
+
+def test_autocast_and_compile() -> None:
+    x, w, target = operands(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, w, target)
+    torch.testing.assert_close(loss, linear_cross_entropy(x.bfloat16(), w.bfloat16(), target))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x.tanh(), w, target) * 2
+
+    torch.testing.assert_close(torch.compile(run, backend="aot_eager")(x), run(x))
+
+
+def test_bad_input() -> None:
+    x, w, target = operands(torch.float32)
+    with pytest.raises(TypeError, match=r"input is torch.float32 and weight torch.bfloat16"):
+        linear_cross_entropy(x, w.bfloat16(), target)
+    with pytest.raises(ValueError, match="reduction is 'max'"):
+        linear_cross_entropy(x, w, target, reduction="max")
+    with pytest.raises(IndexError, match="target 50 at row 0"):
+        linear_cross_entropy(x, w, torch.full((2, 7), 50))
+    with pytest.raises(ValueError, match="weight"):
+        linear_cross_entropy(x, w[:, :8], target)
+    loss = linear_cross_entropy(x, w, target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="it can run once"):
+        loss.backward()
+    other = linear_cross_entropy(x, w, target)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
