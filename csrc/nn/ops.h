@@ -203,7 +203,7 @@ typedef struct fsdpc_loss_options {
     fsdpc_loss_reduction reduction;
     double smoothing; /* part of the target that is spread over all classes, in [0, 1) */
     double z_loss;    /* factor of the squared logarithm of the softmax's denominator */
-    double softcap; /* logits become softcap * tanh(logits / softcap); 0: not. Of the head alone */
+    double softcap; /* logits become softcap * tanh(logits / softcap); 0: not. Only for the head */
 } fsdpc_loss_options;
 /* logits (..., classes), targets (...); with `logs`, logits are log-probabilities, and smoothing
  * and z_loss are 0. */

@@ -55,6 +55,7 @@ UNREAD = {
 # Calls that mirror PyTorch's, or DeepSpeed's, keep their signatures.
 MIRRORS = {
     "fully_shard", "memory_plan", "AdamW", "Adam", "RMSprop", "SGD", "Muon", "Adafactor",
+    "linear_cross_entropy",
     "FullyShardedDataParallel",
     "initialize", "Conv1d", "Conv2d", "TransformerEncoderLayer",
 }  # fmt: skip

@@ -130,6 +130,6 @@ def test_a_row_of_the_stub_becomes_a_struct_and_a_table() -> None:
 
 
 def test_a_function_with_too_many_arguments_is_refused() -> None:
-    many = ", ".join(f"x{i}: int" for i in range(9))
-    with pytest.raises(AssertionError, match="twist has 9 arguments, at most 8"):
+    many = ", ".join(f"x{i}: int" for i in range(10))
+    with pytest.raises(AssertionError, match="twist has 10 arguments, at most 9"):
         stub_args.texts(f"def twist({many}) -> Tensor: ...")

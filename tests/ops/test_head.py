@@ -123,7 +123,8 @@ def test_nan_reaches_the_loss_and_the_gradients():
 
 @pytest.mark.parametrize(
     "options, text",
-    [({"reduction": "max"}, "reduction is 'max'"), ({"label_smoothing": 1.0}, "label_smoothing is 1"),
+    [({"reduction": "max"}, "reduction is 'max'"),
+     ({"label_smoothing": 1.0}, "label_smoothing is 1"),
      ({"softcap": -1.0}, "softcap is -1"), ({"z_loss": math.inf}, "z_loss is inf"),
      ({"label_smoothing": math.nan}, "label_smoothing is nan")],
 )  # fmt: skip

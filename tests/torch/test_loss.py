@@ -37,7 +37,9 @@ def definition(x: Any, w: Any, target: Any, softcap: float, z_loss: float, **opt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing, softcap, z_loss", [(0, 0, 0), (0.1, 5.0, 0.01)])
-def test_values(smoothing: float, softcap: float, z_loss: float, reduction: str, dtype: Any) -> None:
+def test_values(
+    smoothing: float, softcap: float, z_loss: float, reduction: str, dtype: torch.dtype
+) -> None:
     x, w, target = operands(dtype)
     options = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap,
                "z_loss": z_loss}  # fmt: skip

@@ -54,14 +54,15 @@ def fuse_loss(model: nn.Module) -> nn.Module:
     name, head = type(base).__name__, base.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(
-            f"fuse_loss: the head of {name} is {head}; only linear layers without a bias can be fused"
+            f"fuse_loss: the head of {name} is {head}; only linear layers without a bias can be "
+            "fused"
         )
     config = base.config.get_text_config()
     for key, harmless in _CHANGES.items():
         if getattr(config, key, None) not in harmless:
             raise ValueError(
-                f"fuse_loss: {name} changes its logits ({key} is {getattr(config, key)}) before the "
-                "loss; call fsdpc.torch.linear_cross_entropy in a forward of its own"
+                f"fuse_loss: {name} changes its logits ({key} is {getattr(config, key)}) before "
+                "the loss; call fsdpc.torch.linear_cross_entropy in a forward of its own"
             )
     call = _Call(base, head)
     base.forward = _Forward(base.forward, call.forward)

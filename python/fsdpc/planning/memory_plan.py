@@ -104,7 +104,8 @@ class MemoryPlan:
         """Return the plan for ranks on device "cpu" or "cuda", even if this machine has no GPU.
 
         If this machine has no GPU, the plan assumes one that uses NCCL and maps memory in 2 MiB
-        pieces, as NVIDIA GPUs do.
+        pieces, as NVIDIA GPUs do. Activations are those that were measured: a GPU holds more of a
+        head's logits at a time (``functional.linear_cross_entropy``).
 
         Raises
         ------

@@ -49,9 +49,10 @@ __all__ = [
     "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
     "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
     "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "install",
-    "linear_cross_entropy", "optim", "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
-    "shard_by_plan", "share_comm_ctx", "sharded_grad_scaler", "size_based_auto_wrap_policy",
-    "summon_full_params", "transformer_auto_wrap_policy", "uninstall", "use_kernels", "wrap",
+    "linear_cross_entropy", "optim", "register_fsdp_forward_method", "set_model_state_dict",
+    "set_optimizer_state_dict", "shard_by_plan", "share_comm_ctx", "sharded_grad_scaler",
+    "size_based_auto_wrap_policy", "summon_full_params", "transformer_auto_wrap_policy",
+    "uninstall", "use_kernels", "wrap",
 ]  # fmt: skip
 
 

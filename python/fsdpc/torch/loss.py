@@ -84,8 +84,8 @@ def linear_cross_entropy(
         input, weight = input.to(dtype), weight.to(dtype)
     if input.dtype not in _FLOATS or input.dtype is not weight.dtype:
         raise TypeError(
-            f"linear_cross_entropy: input is {input.dtype} and weight {weight.dtype}; both must have "
-            "one float dtype"
+            f"linear_cross_entropy: input is {input.dtype} and weight {weight.dtype}; both must "
+            "have one float dtype"
         )
     return _Loss.apply(input, weight, target, (ignore_index, 0, reduction, label_smoothing,
                                                softcap, z_loss))  # fmt: skip
