@@ -428,6 +428,9 @@ def test_what_has_no_place_is_refused_by_name(tmp_path: Path) -> None:
 
     refused({"model": Extra(2, 2)}, tmp_path / "c", "'_extra_state' of state_dict")
     model = nn.Linear(4, 4)
+    fully_shard(nn.Sequential(model))
+    refused({"model": model}, tmp_path / "c", "'weight' is a DTensor of no unit of this Linear")
+    model = nn.Linear(4, 4)
     model.register_buffer("odd", torch.zeros(3, dtype=torch.complex64))
     refused({"model": model}, tmp_path / "c", "'odd' is torch.complex64")
     model = nn.Linear(4, 4)

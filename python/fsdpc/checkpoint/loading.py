@@ -21,6 +21,7 @@ from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 from fsdpc.display import html
 from fsdpc.distributed.agree import agreed
+from fsdpc.nn.parameter import RowCode
 from fsdpc.optim.ema import STATE
 
 Names = str | Mapping[str, str] | Callable[[str], str]
@@ -208,7 +209,7 @@ class _Load:
                 continue
             self.filled.append(shard.name)
             saved, own = codes.get(found), shard.code and list(shard.code)
-            if saved != own and (saved or given[found].dtype not in FLOATS):
+            if saved != own and (saved or not _encodes(shard, given[found])):
                 self.differ.append((shard.name, *(_code_name(code) for code in (saved, own))))
             else:
                 self._match(shard, given[found])
@@ -257,10 +258,10 @@ class _Load:
         self.report.unexpected += sorted(set(given) - {p.name for p in own.shards})
 
     def _match(self, shard: Shard, source: SourceTensor) -> None:
-        encoded = shard.code and source.dtype in FLOATS
+        encoded = _encodes(shard, source)
         shape = shard.shape
         if encoded:
-            shape = (shape[0], shard.code.columns)
+            shape = (shape[0], shard.code.columns)  # type: ignore[union-attr]
         if tuple(source.shape) != shape:
             self.differ.append((shard.name, str(tuple(source.shape)), str(shape)))
         elif encoded:
@@ -274,7 +275,7 @@ class _Load:
         """Read this rank's shards and return its contribution to every checksum."""
         crcs = self._read([(shard, source, shard.memory) for shard, source in self.reads])
         for shard, source in self.encodes:  # one at a time: fp32 takes eight times as much memory
-            assert shard.code is not None
+            assert isinstance(shard.code, RowCode)
             rows, columns = shard.numel // shard.code.bytes, shard.code.columns
             values = _core.zeros((rows, columns))
             place = replace(
@@ -357,6 +358,11 @@ class _Load:
         for kind in ("scheduler", "scaler", "data"):
             if kind in self.state:
                 self.state[kind].load_state_dict(decode(content[kind]))
+
+
+def _encodes(shard: Shard, source: SourceTensor) -> bool:
+    """Return whether floats in the file are to be encoded."""
+    return isinstance(shard.code, RowCode) and source.dtype in FLOATS
 
 
 def _code_name(code: list[Any] | None) -> str:

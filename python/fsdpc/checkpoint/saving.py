@@ -110,13 +110,13 @@ def save(
     path : path
         The folder to create, with its parents. It appears only when all data is on the disk.
     state : mapping
-        ``"model"``: a module, native or torch's, sharded or not, or a :class:`Trained` with a
-        native one. ``"optimizer"``: an optimizer over its parameters. ``"ema"``: an EMA of the
-        model. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a ``state_dict()`` of
-        numbers, text, lists, tuples and dicts. ``"extra"``: such values of your own. Any key may be
-        omitted.
+        ``"model"``: a module, native or torch's, sharded or not, or a :class:`Trained` with one.
+        ``"optimizer"``: an optimizer over its parameters. ``"ema"``: an EMA of the model.
+        ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a ``state_dict()`` of numbers,
+        text, lists, tuples and dicts. ``"extra"``: such values of your own. Any key may be omitted.
     dtype : dtype, optional
-        Dtype of the model's floating point tensors in the files; by default unchanged.
+        Dtype of the model's floating point tensors in the files, except scales of quantised
+        weights; by default unchanged.
     max_shard_bytes : float, default 5e9
         Largest file size, unless a single tensor is larger.
     async_ : bool, default False
@@ -340,7 +340,8 @@ class _Plan:
             if "\0" in shard.name:
                 raise ValueError(f"the name {shard.name!r} has a NUL in it")
             if not own or own[-1][0] != shard.name:
-                chosen = dtype if dtype and shard.dtype in FLOATS else shard.dtype
+                casts = dtype and shard.dtype in FLOATS and not shard.exact
+                chosen = dtype if dtype and casts else shard.dtype
                 own.append((shard.name, chosen, shard.shape))
             self.shards.append((sum(map(len, self.tensors.values())) - 1, shard))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdpc import _core, distributed
 from fsdpc._core import Tensor
@@ -19,6 +19,16 @@ from fsdpc.nn.module import Module, Parameter
 from fsdpc.nn.parameter import RowCode
 from fsdpc.optim import factored, formats
 from fsdpc.optim.optimizer import Optimizer
+
+
+class Code(NamedTuple):
+    """The scheme of codes that only a model of the same scheme can read; see ``RowCode``."""
+
+    scheme: str
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, {self.columns} columns"
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,12 @@ class Shard:
         The dtype in files, if ``memory`` contains the elements as raw bytes; otherwise "".
     unit : str, default ""
         Name of the unit that has this master; "" for anything but a unit's parameter.
-    code : RowCode, optional
-        How a quantised weight stores its rows; floats in files are encoded by it.
+    code : RowCode or Code, optional
+        How a quantised weight stores its rows; by a RowCode, floats in files are encoded.
+    exact : bool, default False
+        Files have this dtype whatever dtype is asked of floating point tensors.
+    frozen : bool, default False
+        Whether this is of a parameter that requires no gradient.
     """
 
     name: str
@@ -54,7 +68,9 @@ class Shard:
     replica: int
     raw: str = ""
     unit: str = ""
-    code: RowCode | None = None
+    code: RowCode | Code | None = None
+    exact: bool = False
+    frozen: bool = False
 
     @property
     def dtype(self) -> str:
@@ -142,7 +158,7 @@ def parameter_shard(name: str, p: Any, write: bool) -> Shard:
         shard = plain_shard(name, p.detach())
     else:
         shard = master_shard(name, p.shape, p._unit, p._index, write)
-    return shard if p._code is None else replace(shard, code=p._code)
+    return replace(shard, code=p._code, frozen=not p.requires_grad)
 
 
 def master_shard(

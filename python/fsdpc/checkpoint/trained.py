@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc.checkpoint.shards import Held, parameter_shard, shards_of
-from fsdpc.nn.module import Module, Parameter
+from fsdpc.checkpoint.shards import Held, Shard, parameter_shard, shards_of
 
 
 class Trained:
@@ -22,12 +22,13 @@ class Trained:
     Parameters
     ----------
     model : Module
-        Sharded or not; its frozen parameters have their values already when a checkpoint is loaded.
+        Native or torch's, sharded or not; its frozen parameters have their values already when a
+        checkpoint is loaded. Scales of frozen codes belong to them.
 
     Raises
     ------
     TypeError
-        The model has another type, such as torch's.
+        It is not a module that a checkpoint can hold.
 
     Examples
     --------
@@ -41,31 +42,29 @@ class Trained:
     ['1.bias', '1.weight']
     """
 
-    def __init__(self, model: Module) -> None:
-        if not isinstance(model, Module):
+    def __init__(self, model: Any) -> None:
+        if shards_of.dispatch(type(model)) is shards_of.dispatch(object):
             raise TypeError(
-                f"Trained takes a module of fsdpc.nn, got {type(model).__name__}; for torch's, "
-                "save the adapter as PEFT does"
+                f"Trained takes a module of fsdpc.nn, got {type(model).__name__}; torch modules "
+                "can be held once fsdpc.torch is imported"
             )
-        self.model: Module = model
+        self.model: Any = model
 
-    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """Yield all parameters by dotted name, as optimizers and averages may list frozen ones."""
         return self.model.named_parameters()
 
     def base_crc(self) -> int:
         """Return a checksum of the frozen parameters; collective for a sharded model."""
-        return parameters_crc(
-            (name, p) for name, p in self.model.named_parameters() if not p.requires_grad
-        )
+        return _crc(shard for shard in shards_of(self.model, False).shards if shard.frozen)
 
 
 @shards_of.register
 def _(trained: Trained, write: bool) -> Held:
     held = shards_of(trained.model, write)
-    frozen = {name for name, p in trained.model.named_parameters() if not p.requires_grad}
-    shards = [shard for shard in held.shards if shard.name not in frozen]
-    aliases = {name: first for name, first in held.aliases.items() if first not in frozen}
+    shards = [shard for shard in held.shards if not shard.frozen]
+    names = {shard.name for shard in shards}
+    aliases = {name: first for name, first in held.aliases.items() if first in names}
     return Held(shards, aliases, held.units, held.loaded, trained.base_crc)
 
 
@@ -74,9 +73,12 @@ def parameters_crc(named: Iterable[tuple[str, Any]]) -> int:
 
     Floats count in fp32, bytes as they are. The result is the same for any number of ranks.
     """
+    return _crc(parameter_shard(name, p, False) for name, p in named)
+
+
+def _crc(shards: Iterable[Shard]) -> int:
     crc = 0
-    for name, p in sorted(named):
-        shard = parameter_shard(name, p, False)
+    for shard in sorted(shards, key=attrgetter("name")):
         is_float = shard.memory.dtype.is_floating_point
         bits = (shard.memory.to(_core.float32) if is_float else shard.memory).bits()
         mine = [shard.replica, shard.first, bits.nbytes, _core.crc32c(0, bits)]

@@ -8,13 +8,16 @@ and all buffers are whole on every rank. Options that select an implementation (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators
@@ -27,6 +30,7 @@ from fsdpc.checkpoint.shards import (
     plain_shard,
     shards_of,
 )
+from fsdpc.checkpoint.trained import Trained
 from fsdpc.optim import factored
 from fsdpc.torch import _device
 from fsdpc.torch._dtensor import gathered
@@ -40,6 +44,7 @@ from fsdpc.torch._even_parts import (
 from fsdpc.torch._flat_optimizer import FlatOptimizer
 from fsdpc.torch._grads import other_comms
 from fsdpc.torch._param_layout import local_of
+from fsdpc.torch._subclasses import InnerTensors, kind_of, take_codes_back
 from fsdpc.torch._unit import ShardInfo, UnitState, full_value, states_of
 from fsdpc.torch.state_dict import local_state_dict
 
@@ -82,34 +87,62 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by ``state_dict()`` name; tied tensors have several names."""
     named = local_state_dict(model, keep_vars=True)
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found = {name: value for name, value in named.items() if id(value) in known}
     for name, value in named.items():
-        if id(value) not in known:
+        if name not in found and not _goes_with_codes(name, named):
             raise TypeError(
                 f"'{name}' of state_dict() is neither a parameter nor a buffer but a "
                 f"{type(value).__name__}: a checkpoint has no place for it"
             )
-    return named
+    return found
+
+
+def _goes_with_codes(name: str, named: Mapping[str, Any]) -> bool:
+    """Return whether bitsandbytes saves this next to the codes of a weight."""
+    owner = name.removesuffix("SCB") if name.endswith("SCB") else name.rpartition("weight")[0]
+    weight = named.get(f"{owner}weight")
+    return hasattr(weight, "quant_state") or hasattr(weight, "SCB")
 
 
 @shards_of.register
 def _(model: nn.Module, write: bool) -> Held:
     units = _units(model)
+    take_codes_back([model])
     named = _tensors(model)
     first_names: dict[int, str] = {}
     shards: list[Shard] = []
     aliases: dict[str, str] = {}
     parts: dict[str, torch.Tensor] = {}
+    fills: dict[str, Callable[[], None]] = {}  # copies of what subclasses hold
     for name, t in named.items():
         if id(t) in first_names:
             aliases[name] = first_names[id(t)]
             continue
         first_names[id(t)] = name
-        if id(t) not in units:
-            shards.append(plain_shard(name, _memory(name, t)))
-        elif is_consecutive(*units[id(t)]):
-            shards.append(_shard(name, *units[id(t)], write))
+        p, kind = t, None
+        if id(t) in units:
+            state, i = units[id(t)]
+            p, kind = state.params[i], state.layouts[i].kind
+            made = _shard if is_consecutive(state, i) else partial(_part_shard, parts=parts)
+            shard = made(name, state, i, write)
         else:
-            shards.append(_part_shard(name, *units[id(t)], write, parts))
+            if isinstance(t, DTensor):
+                raise TypeError(
+                    f"'{name}' is a DTensor of no unit of this {type(model).__name__}: save the "
+                    "module that was given to fully_shard()"
+                )
+            kind = kind_of(name, t)
+            stored = t if kind is None else kind.plain(t)
+            if isinstance(kind, InnerTensors):
+                fills[name] = partial(kind.fill, t, stored)
+            shard = plain_shard(name, _memory(name, stored))
+        frozen = isinstance(p, nn.Parameter) and not p.requires_grad
+        code = kind.code(p) if kind else None
+        shards.append(replace(shard, code=code, exact=code is not None, frozen=frozen))
+        for key, scales in kind.scales(p).items() if kind else ():
+            part = f"{name}.{key}"
+            shard = plain_shard(part, _memory(part, scales))
+            shards.append(replace(shard, exact=True, frozen=frozen))
 
     def loaded(names: Collection[str]) -> None:
         for name in named:
@@ -122,6 +155,8 @@ def _(model: nn.Module, write: bool) -> Held:
             elif id(named[name]) in units:
                 state, i = units[id(named[name])]
                 state.trust(i)
+            elif name in fills:
+                fills[name]()
 
     sharded = [(state.unit, state.recipe.where.strategy) for state in states_of(model)]
     return Held(shards, aliases, sharded, loaded)
@@ -173,6 +208,7 @@ class _Access(StateAccess):
         self.optimizer = optimizer
         self._converts = {}
         self.parts: dict[int, dict[str, torch.Tensor]] = {}
+        model = model.model if isinstance(model, Trained) else model
         units = _units(model)
         self.names = {}
         for name, t in _tensors(model).items():

@@ -383,7 +383,7 @@ def fully_shard(
     if dp_mesh_dims is not None:
         spmd, (mesh, data) = mesh, data_mesh(mesh, dp_mesh_dims)
     inside = rules.inside_of(modules)
-    take_codes_back(inside)
+    take_codes_back(modules)
     placement = placement_on(mesh, shard_placement_fn, modules)
     left = left_whole(inside, ignored)
     ignored += [p for _, p in left]

@@ -2,7 +2,7 @@
 
 A unit stores plain tensors. What it stores of a subclass depends on its kind:
 
-- `Int8Codes`: frozen int8 weights of bitsandbytes. The unit stores the codes as bytes; every rank
+- `Int4Codes`, `Int8Codes`: frozen weights of bitsandbytes. The unit stores the codes; every rank
   keeps the scales.
 - `InnerTensors`: frozen subclasses that hold other tensors, such as torchao's quantised weights.
   The unit stores the bytes of these tensors, one after the other. The unsharded parameter is the
@@ -14,7 +14,7 @@ A unit stores plain tensors. What it stores of a subclass depends on its kind:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc import _core
+from fsdpc.checkpoint.shards import Code
 from fsdpc.sharding.rules import Found, Inside
 from fsdpc.torch._gather_hooks import Gather
 from fsdpc.torch.policies import SHARDED
@@ -55,6 +56,17 @@ class Kind:
         """Describe the kind; equal on all ranks of the unit."""
         return f" {self.type.__name__}{tuple(self.shape)}"
 
+    def code(self, p: torch.Tensor) -> Code | None:
+        """Return the scheme of a parameter's codes in checkpoints."""
+        return None
+
+    def scales(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what every rank keeps of a parameter, by name."""
+        return {}
+
+    def adopt(self, p: torch.Tensor, full: torch.Tensor) -> None:
+        """Give a parameter, and all that share its scales, the scales of a whole value."""
+
     def plain(self, p: torch.Tensor) -> torch.Tensor:
         """Return what the unit stores of a whole value; plain tensors are returned unchanged."""
         raise NotImplementedError
@@ -82,16 +94,74 @@ class Kind:
         return grad
 
 
-class Int8Codes(Kind):
-    """bitsandbytes' ``Int8Params``: the layer reads ``weight.CB`` (codes) and ``SCB`` (scales)."""
+class Codes(Kind):
+    """Frozen codes of bitsandbytes, whose scales every rank keeps."""
 
     def __init__(self, p: torch.Tensor) -> None:
         super().__init__(p)
-        scales = p.SCB.detach().cpu().contiguous().view(torch.uint8)  # type: ignore[attr-defined]
-        self.checksum: int = _core.crc32c(0, scales.numpy())
+        self.text: str = self.describe(p)
 
     def __str__(self) -> str:
-        return f"{super().__str__()} scales crc32c {self.checksum:08x}"
+        return self.text
+
+    def describe(self, p: torch.Tensor) -> str:
+        """Describe everything that ranks keep of a parameter besides its codes."""
+        crc = 0
+        for t in self.scales(p).values():
+            values = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            crc = _core.crc32c(crc, values.numpy())
+        return f"{super().__str__()} {self.code(p)}, scales crc32c {crc:08x}"
+
+    def whole(self, stored: torch.Tensor, attributes: dict[str, Any]) -> nn.Parameter:
+        made: Any = torch.Tensor._make_subclass(self.type, self.around(stored), False)
+        made.__dict__.update(attributes)
+        return made
+
+
+class Int4Codes(Codes):
+    """bitsandbytes' ``Params4bit``: ``weight.quant_state`` has the scales."""
+
+    def code(self, p: torch.Tensor) -> Code:
+        state: Any = p.quant_state  # type: ignore[attr-defined]
+        name, nested = f"{state.quant_type} of bitsandbytes", state.state2
+        words = f"{name} in {p.dtype} for {state.dtype}, blocks of {state.blocksize}"
+        words += "" if nested is None else f", scales in blocks of {nested.blocksize}"
+        return Code(words, state.shape[-1])
+
+    def scales(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: Any = p.quant_state  # type: ignore[attr-defined]
+        found = {"absmax": state.absmax, "quant_map": state.code}
+        if state.nested:
+            found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+            found["nested_offset"] = state.offset
+        return found
+
+    def adopt(self, p: torch.Tensor, full: torch.Tensor) -> None:
+        if hasattr(full, "quant_state"):
+            p.quant_state.__dict__.update(full.quant_state.__dict__)  # type: ignore[attr-defined]
+
+    def plain(self, p: torch.Tensor) -> torch.Tensor:
+        return p.detach().as_subclass(torch.Tensor)
+
+    def attributes(self, p: torch.Tensor) -> dict[str, Any]:
+        return p.__dict__
+
+    def around(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored
+
+
+class Int8Codes(Codes):
+    """bitsandbytes' ``Int8Params``: the layer reads ``weight.CB`` (codes) and ``SCB`` (scales)."""
+
+    def code(self, p: torch.Tensor) -> Code:
+        return Code("int8 of bitsandbytes", p.shape[-1])
+
+    def scales(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"SCB": p.SCB}  # type: ignore[attr-defined]
+
+    def adopt(self, p: torch.Tensor, full: torch.Tensor) -> None:
+        if hasattr(full, "SCB"):
+            p.SCB.copy_(full.SCB)  # type: ignore[attr-defined]
 
     def plain(self, p: torch.Tensor) -> torch.Tensor:
         return p.detach().as_subclass(torch.Tensor).view(torch.uint8)
@@ -136,6 +206,10 @@ class InnerTensors(Kind):
             self.parts.append((self.n_bytes, t.dtype, t.shape, stride))
             self.n_bytes += -(-t.numel() * t.itemsize // 64) * 64
 
+    def code(self, p: torch.Tensor) -> Code:
+        held = ", ".join(f"{dtype} {tuple(shape)}" for _, dtype, shape, _ in self.parts)
+        return Code(f"{self.type.__name__} of {held}", self.shape[-1] if self.shape else 1)
+
     def plain(self, p: torch.Tensor) -> torch.Tensor:
         if not isinstance(p, self.type):
             return p
@@ -146,6 +220,11 @@ class InnerTensors(Kind):
                 raise ValueError(f"a {self.type.__name__} of other tensors than at fully_shard()")
             own.copy_(t)
         return stored
+
+    def fill(self, p: torch.Tensor, stored: torch.Tensor) -> None:
+        """Write a stored value into a subclass of this kind."""
+        for t, value in zip(_taken_apart(p)[1], self._views(stored), strict=True):
+            t.copy_(value)
 
     def _views(self, stored: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors inside the subclass, over these bytes."""
@@ -263,7 +342,15 @@ def kind_of(name: str, p: torch.Tensor) -> Kind | None:
 
 
 def _codes_of(what: str, p: torch.Tensor) -> Kind | None:
-    """Return the kind of bitsandbytes' int8 weights, or None for other tensors."""
+    """Return the kind of bitsandbytes' frozen weights, or None for other tensors."""
+    state = getattr(p, "quant_state", None)
+    if getattr(state, "packing_format_for_cpu", False):
+        raise NotImplementedError(
+            f"{what}, whose codes bitsandbytes repacked in evaluation, which rounded their scales "
+            "and leaves no gradients: load the model anew, and evaluate it after fully_shard()"
+        )
+    if state is not None and not p.requires_grad:
+        return Int4Codes(p)
     if not hasattr(p, "SCB") or p.has_fp16_weights:  # type: ignore[attr-defined]
         return None
     if p.dtype is not torch.int8 or p.SCB is None:  # type: ignore[attr-defined]
@@ -274,12 +361,14 @@ def _codes_of(what: str, p: torch.Tensor) -> Kind | None:
     return Int8Codes(p)
 
 
-def take_codes_back(inside: Inside) -> None:
+def take_codes_back(modules: Iterable[nn.Module]) -> None:
     """Give weights the codes and scales that bitsandbytes' layers took at their first forward."""
-    for _, m in inside:
+    for m in (m for top in modules for m in top.modules()):
         codes = getattr(getattr(m, "state", None), "CB", None)
         weight = m._parameters.get("weight")
-        if codes is not None and getattr(weight, "has_fp16_weights", True) is False:
+        if codes is None or hasattr(weight, "fsdpc"):
+            continue
+        if getattr(weight, "has_fp16_weights", True) is False:
             weight.CB, weight.SCB = codes, m.state.SCB  # type: ignore[union-attr]
             m.state.CB = m.state.SCB = None  # type: ignore[union-attr]
 
