@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import fsdpc
 from fsdpc.torch import fully_shard, get_model_state_dict, summon_full_params
 
 from .common import join_gloo
+from .test_late import Adapted as Merging
 
 bnb = pytest.importorskip("bitsandbytes")
 DIM, HIDDEN = 64, 128
@@ -42,7 +44,18 @@ class Adapted(nn.Module):
 def build(kind: str = "nf4") -> nn.Module:
     torch.manual_seed(5)
     layers = [Adapted(*shape, kind) for shape in ((DIM, HIDDEN), (HIDDEN, DIM), (DIM, HIDDEN))]
-    return nn.Sequential(*layers).to("cpu")  # bitsandbytes quantises here
+    return unpacked(nn.Sequential(*layers).to("cpu"))  # bitsandbytes quantises here
+
+
+def unpacked(model: Any) -> Any:
+    """Keep bitsandbytes from other kernels in evaluation, which processors with avx512_bf16 have.
+
+    Sharded layers never use them.
+    """
+    for m in model.modules():
+        if hasattr(m, "support_avx512bf16_for_cpu"):
+            m.support_avx512bf16_for_cpu = False
+    return model
 
 
 def shard(model: nn.Module) -> Any:
@@ -164,6 +177,16 @@ def test_what_cannot_be_is_refused() -> None:
     apart[0].base.weight.SCB.mul_(1 + fsdpc.rank())
     with pytest.raises(fsdpc.MismatchError, match="scales crc32c"):
         fully_shard(apart)
+    apart = build("nf4")
+    apart[0].base.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(NotImplementedError, match=r"'0.base.weight'.*repacked in evaluation.*anew"):
+        fully_shard(apart)
+    foreign = Merging(nn.Linear(4, 4))
+    codes = torch.ones(4, 4, dtype=torch.uint8)
+    foreign.base_layer.weight = nn.Parameter(codes, requires_grad=False)
+    fully_shard(foreign)
+    with pytest.raises(NotImplementedError, match=r"Adapted.merge\(\) over 'weight'.*Save the"):
+        foreign.merge()
     early = bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False)
     with pytest.raises(NotImplementedError, match=r"'weight'.*Int8Params, which is not quantised"):
         fully_shard(early)
@@ -174,16 +197,51 @@ def test_what_cannot_be_is_refused() -> None:
         fully_shard(layer)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "change",
+    [{"blocksize": 128}, {"quant_type": "fp4"}, {"dtype": torch.bfloat16}, {"offset": 1.0}, None],
+)
+def test_ranks_have_the_same_scheme(change: dict[str, Any] | None) -> None:
+    apart: Any = build("nf4")
+    state = apart[1].base.weight.quant_state
+    if fsdpc.rank() == 1 and change is None:
+        state.state2, state.nested = None, False
+    elif fsdpc.rank() == 1:
+        state.__dict__.update(change)
+        state.offset = torch.as_tensor(state.offset)
+    with pytest.raises(fsdpc.MismatchError, match=r"base.weight .*Params4bit\(4096, 1\) nf4 of"):
+        shard(apart)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
 NF4 = {
     "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": torch.float32,
 }  # fmt: skip
 
 
-@pytest.mark.ranks(2, init=False, timeout=300)
-@pytest.mark.parametrize("options", [NF4, {"load_in_8bit": True}], ids=["nf4", "int8"])
-def test_qlora_by_peft(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A LLaMA that transformers loads in NF4 with double-quantised scales, or int8; PEFT's LoRA."""
+@pytest.mark.ranks([1, 2], init=False, timeout=300)
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        (NF4, False),
+        ({**NF4, "bnb_4bit_quant_storage": torch.bfloat16}, True),
+        ({"load_in_8bit": True}, False),
+        ({"load_in_8bit": True}, True),
+        ({}, False),
+    ],
+    ids=["nf4", "nf4 in bfloat16", "int8", "int8 whole", "torchao"],
+)
+def test_qlora_by_peft(tmp_path: Path, options: dict[str, Any], whole: bool) -> None:
+    """A LLaMA that transformers quantises to NF4 with double-quantised scales or int8; PEFT's LoRA.
+
+    Merging quantises anew, by itself or inside `summon_full_params`.
+    """
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     join_gloo(tmp_path)
     torch.set_num_threads(1)
@@ -196,6 +254,9 @@ def test_qlora_by_peft(tmp_path: Path, options: dict[str, Any]) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)  # only rank 0 writes
     torch.distributed.barrier()
     quantised = transformers.BitsAndBytesConfig(**options)
+    if not options:
+        torchao = pytest.importorskip("torchao.quantization")
+        quantised = transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
 
     def adapted() -> Any:
         torch.manual_seed(1)
@@ -204,7 +265,7 @@ def test_qlora_by_peft(tmp_path: Path, options: dict[str, Any]) -> None:
         )
         targets = ["q_proj", "v_proj", "down_proj"]
         lora = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
-        return peft.get_peft_model(model, lora)
+        return peft.get_peft_model(unpacked(model), lora)
 
     def losses(model: Any) -> list[float]:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -225,8 +286,25 @@ def test_qlora_by_peft(tmp_path: Path, options: dict[str, Any]) -> None:
     assert losses(ours) == losses(plain)
     ours.train(), plain.train()
     assert losses(ours) == losses(plain)
-    with pytest.raises(NotImplementedError, match=r"Linear.*bit.*\.merge\(\) over 'weight'"):
-        ours.merge_adapter()
-    assert losses(ours) == losses(plain)
+    ours.eval(), plain.eval()
+    ids = torch.arange(16).view(1, 16)
+    before = logits(ours, ids)
+    for merge in ("merge_adapter", "unmerge_adapter", "merge_adapter"):  # each rounds anew
+        getattr(plain, merge)()
+        with summon_full_params(ours) if whole else nullcontext():
+            getattr(ours, merge)()
+            if whole:
+                assert torch.equal(logits(ours, ids), logits(plain, ids))
+        assert torch.equal(logits(ours, ids), logits(plain, ids))
+        assert not torch.equal(logits(ours, ids), before)
+        before = logits(ours, ids)
+    merged = ours.merge_and_unload()
+    with summon_full_params(ours, writeback=False, rank0_only=True):
+        if fsdpc.rank() == 0:
+            merged.save_pretrained(tmp_path / "merged")
+    torch.distributed.barrier()
+    load = transformers.LlamaForCausalLM.from_pretrained
+    again = unpacked(load(tmp_path / "merged", device_map="cpu"))
+    assert again.is_quantized and torch.equal(logits(again, ids), before)
     torch.distributed.destroy_process_group()
     fsdpc.shutdown()

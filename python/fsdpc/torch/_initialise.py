@@ -22,6 +22,7 @@ from fsdpc.distributed.agree import check_agreement
 from fsdpc.torch import _device
 from fsdpc.torch._grads import other_comms
 from fsdpc.torch._recipe import values_of
+from fsdpc.torch._subclasses import Codes
 from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
 #: How to fix different values on different ranks.
@@ -55,10 +56,11 @@ def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwa
     base = getattr(module, "base_layer", None)
     if name != "reset_parameters" and isinstance(base, nn.Module):
         for key, p in base.named_parameters():
-            if p.dtype is torch.uint8:
+            info = getattr(p, "fsdpc", None)  # copies in summon_full_params() have none
+            if info and p.dtype is torch.uint8 and info._state.layouts[info._index].kind is None:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name}() over '{key}', whose quantised values are "
-                    f"sharded: their scales would change too, and {p.fsdpc} keeps its own. Save "  # type: ignore[attr-defined]
+                    f"sharded: their scales would change too, and {info} keeps its own. Save "
                     "the adapter, and merge it into an unsharded model"
                 )
     with full_values(units):
@@ -98,14 +100,21 @@ def _take(state: UnitState, unsharded: list[nn.Parameter]) -> None:
     if not state.recipe.synced:
         lines = [
             f"{state.names[i]} {tuple(full.shape)} {full.dtype} crc32c {checksum(full):08x}"
+            f"{_scales(state, i, unsharded[i])}"
             for i, full in found
         ]
         others = other_comms((state, i) for i in range(len(unsharded)))
         check_agreement([state.unit.name, *lines], [*state.comms, *others], CURE)
     for i, full in found:
+        state.adopt_scales(i, unsharded[i])
         stored = state.layouts[i].store(full)
         state.unit.write(i, values_of(stored, state.comms, state.recipe.synced))
         state.trust(i)
+
+
+def _scales(state: UnitState, index: int, full: torch.Tensor) -> str:
+    kind = state.layouts[index].kind
+    return kind.describe(full) if isinstance(kind, Codes) and type(full) is kind.type else ""
 
 
 def checksum(full: torch.Tensor) -> int:

@@ -38,7 +38,7 @@ from fsdpc.torch._mesh import comm_of
 from fsdpc.torch._param_layout import ParamLayout, is_cut, joined, ranks_of
 from fsdpc.torch._readable import Readable
 from fsdpc.torch._recipe import Recipe
-from fsdpc.torch._subclasses import Refresh
+from fsdpc.torch._subclasses import Refresh, take_codes_back
 from fsdpc.torch._unsharded import bind
 from fsdpc.torch.policies import MixedPrecisionPolicy
 
@@ -283,9 +283,17 @@ class UnitState(TorchState):
     def write(self, i: int, full: torch.Tensor) -> None:
         """Write this rank's rows of a full value into the parameter."""
         self.torch_unit.follow(i)  # otherwise a replaced `.data` would be adopted later
+        self.adopt_scales(i, full)
         stored = self.layouts[i].store(full.detach())
         self.unit.write(i, _device.to_engine(stored.contiguous()))
         self.trust(i)
+
+    def adopt_scales(self, i: int, full: torch.Tensor) -> None:
+        """Keep what every rank keeps of a full value: the scales of its codes."""
+        kind = self.layouts[i].kind
+        if kind is not None:
+            with torch.no_grad():
+                kind.adopt(self.params[i], full)
 
     def trust(self, i: int) -> None:
         """Record that a parameter's values came from a full value."""
@@ -331,6 +339,7 @@ class UnitState(TorchState):
     def standing(self, copies: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the private copies that modules have now; raise if a replacement does not fit."""
         found = list(copies)
+        take_codes_back(self.modules)
         for owner, key, i in self.slots:
             value, kind = owner.get(key), self.layouts[i].kind
             shape = self.shapes[i] if kind is None else kind.shape

@@ -172,16 +172,18 @@ def accept_full(state: UnitState, modules: list[nn.Module]) -> None:
         if places := owned.get(id(module._parameters)):
             module._register_load_state_dict_pre_hook(partial(_take, state, places))
             if any(hasattr(state.params[i], "quant_state") for i in places.values()):
-                module._register_state_dict_hook(partial(_drop_scales, places))
+                module._register_state_dict_hook(partial(_drop_scales, state, places))
 
 
-def _drop_scales(places: Mapping[str, int], _: nn.Module, given: Any, prefix: str, __: Any) -> None:
+def _drop_scales(
+    state: UnitState, places: Mapping[str, int], _: nn.Module, given: Any, prefix: str, __: Any
+) -> None:
     """Remove what bitsandbytes saves next to its codes, which no module loads, as FSDP2 does.
 
     torch's ``get_model_state_dict`` and ``set_model_state_dict`` fail with such names.
-    :func:`get_model_state_dict` keeps them.
+    :func:`get_model_state_dict` and state dicts inside :func:`summon_full_params` keep them.
     """
-    if not _Option.depth:
+    if not (_Option.depth or state.summoned):
         for name in [n for n in given for key in places if n.startswith(f"{prefix}{key}.")]:
             del given[name]
 
