@@ -192,7 +192,10 @@ def half_of(folder: Path, ours: bool) -> Path:
 @pytest.mark.ranks(2, init=False, timeout=300)
 @pytest.mark.parametrize(
     ("kind", "storage"),
-    [("SFT", "uint8"), ("DPO", "bfloat16"), ("KTO", "float32"), ("Reward", "bfloat16")],
+    [
+        ("SFT", "uint8"), ("DPO", "bfloat16"), ("KTO", "float32"), ("Reward", "bfloat16"),
+        ("GRPO", "float32"),
+    ],  # fmt: skip
 )
 def test_quantized_bases(
     kind: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
