@@ -114,6 +114,60 @@ def test_checkpoints_hold_adapters_and_name_their_base(tmp_path: Path) -> None:
         assert all(np.array_equal(adapters(stranger)[name], v) for name, v in before.items())
 
 
+@pytest.mark.ranks([1, 2])
+def test_state_dicts_know_their_scheme(tmp_path: Path) -> None:
+    save_base(tmp_path / "base"), save_base(tmp_path / "other", 9)
+    model, again = adapted(tmp_path / "base"), adapted(tmp_path / "other")
+    ids = fsdpc.tensor(np.arange(16).reshape(1, 16))
+    state = model.state_dict()
+    for given in (state, {name: value.numpy() for name, value in state.items()}):
+        again.load_state_dict(given)
+        assert np.array_equal(again(ids).bits(), model(ids).bits())
+    other = adapted(tmp_path / "base", "int4")
+    with pytest.raises(ValueError, match="q_proj.weight: nf4, 128 columns given, int4, 128"):
+        other.load_state_dict(state)
+    plain = Llama(CONFIG)
+    assert model.num_parameters() == plain.num_parameters() + sum(
+        int(np.prod(p.shape)) for p in lora.parameters(model)
+    )
+    with pytest.raises(ValueError, match="not quantised given, nf4, 128 columns wanted"):
+        again.load_state_dict(plain.state_dict(), strict=False)
+
+
+@pytest.mark.ranks(1)
+def test_rows_of_equal_bytes_are_told_apart() -> None:
+    one, other = (nn.QuantizedLinear(512, 4, scheme=scheme) for scheme in ("nf4", "int4"))
+    assert one.weight.shape == other.weight.shape
+    with pytest.raises(ValueError, match="weight: nf4, 512 columns given, int4, 512 columns"):
+        other.load_state_dict(one.state_dict())
+    narrow = nn.QuantizedLinear(8, 4, scheme="nf4")
+    with pytest.raises(ValueError, match="weight: nf4, 8 columns given, not quantised wanted"):
+        nn.Linear(13, 4).load_state_dict(narrow.state_dict())
+
+
+@pytest.mark.ranks(1)
+def test_what_quantize_refuses_leaves_the_model_unchanged() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with fsdpc.no_grad():
+        model[1].weight[3, 2] = float("nan")
+    with pytest.raises(ValueError, match="'1': row 3 of a weight has infinities or NaN"):
+        nn.quantize_(model)
+    assert type(model[0]) is nn.Linear and model[0].weight.requires_grad
+    for scheme in ("fp4", None):
+        with pytest.raises(ValueError, match=f"one of nf4, int4, int8, got {scheme!r}"):
+            nn.quantize_(model, scheme)  # type: ignore[arg-type]
+    lora.apply(model, 2, ["0"])
+    with pytest.raises(RuntimeError, match="'0' has an adapter: call quantize_\\(\\) before"):
+        nn.quantize_(model)
+    model = nn.Sequential(nn.Linear(8, 8, dtype="float64"))
+    nn.quantize_(model, "int8")
+    with pytest.raises(ValueError, match="no linear layers to quantise: they are stored as int8"):
+        nn.quantize_(model)
+    model = copy.deepcopy(model).bfloat16()
+    lora.apply(model, 2)
+    assert model(fsdpc.ones(1, 8).to("bfloat16")).dtype.name == "bfloat16"
+
+
 @pytest.mark.ranks(2)
 def test_whole_checkpoints_hold_codes(tmp_path: Path) -> None:
     save_base(tmp_path / "base")

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.nn._hooks import Hooked
-from fsdpc.nn.parameter import Parameter, deferred_init, full_tensor
+from fsdpc.nn.parameter import Codes, Parameter, deferred_init, full_tensor
 from fsdpc.tensors.grad_mode import no_grad
 
 __all__ = ["Module", "Parameter", "deferred_init"]
@@ -321,7 +321,8 @@ class Module(Hooked):
 
     def num_parameters(self) -> int:
         """Count the elements of all parameters, counting tied ones once."""
-        return sum(int(np.prod(p.shape)) for p in self.parameters())
+        shapes = [(p.shape[0], p._code.columns) if p._code else p.shape for p in self.parameters()]
+        return sum(int(np.prod(shape)) for shape in shapes)
 
     # ---- state ----
 
@@ -338,7 +339,8 @@ class Module(Hooked):
         state: dict[str, Tensor] = {}
         for name, t in self._persistent():
             if isinstance(t, Parameter) and id(t) not in known:
-                known[id(t)] = full_tensor(t)
+                value = full_tensor(t)
+                known[id(t)] = Codes.of(value, t._code) if t._code else value
             state[name] = known.get(id(t), t)
         return state
 
@@ -350,7 +352,8 @@ class Module(Hooked):
         Parameters
         ----------
         state : mapping of str to Tensor or ndarray
-            Full values of any real dtype. A sharded parameter reads only its own rows.
+            Full values of any real dtype, or codes of the same scheme for a quantised weight. A
+            sharded parameter reads only its own rows.
         strict : bool, default True
             Raise on missing and unexpected names.
 
@@ -363,7 +366,7 @@ class Module(Hooked):
         KeyError
             Names are missing or unexpected and ``strict`` is set; the error lists all of them.
         ValueError
-            Shapes differ; the error lists all of them.
+            Shapes or schemes of quantised weights differ; the error lists all of them.
         TypeError
             Values are not real numbers; the error lists all of them.
 
@@ -378,6 +381,14 @@ class Module(Hooked):
         if strict and (missing or unexpected):
             raise KeyError(f"state does not fit: missing {missing}, unexpected {unexpected}")
         given = {name: state[name] for name in own if name in state}
+        differ = [
+            f"{name}: {code or 'not quantised'} given, {own_code or 'not quantised'} wanted"
+            for name, value in given.items()
+            for own_code in [getattr(own[name], "_code", None)]
+            if (code := _code_of(value, own_code)) != own_code
+        ]
+        if differ:
+            raise ValueError("quantised weights differ: " + "; ".join(differ))
         wrong = [
             f"{name}: {np.shape(value)} given, {own[name].shape} wanted"
             for name, value in given.items()
@@ -478,6 +489,8 @@ def refuse_fresh(owner: Module, named: Iterable[tuple[str, Parameter]]) -> None:
 
 def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:
     """Convert a parameter to a dtype; a deferred parameter is recreated, but only once."""
+    if p._code is not None:
+        p._plain_dtype = target
     if p.dtype is target or not p.dtype.is_floating_point:
         return p
     if p.is_deferred:
@@ -491,6 +504,12 @@ def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) ->
     if grad is not None:
         p.grad = grad.to(target)
     return p
+
+
+def _code_of(value: Any, own: Any) -> Any:
+    """Return how a value is coded; bytes that do not say are taken for a weight's own codes."""
+    dtype = value.dtype if isinstance(value, Tensor) else np.asarray(value).dtype
+    return getattr(value, "_code", None) or (own if dtype.name == "uint8" else None)
 
 
 def check_real(values: Mapping[str, Any]) -> None:
@@ -511,7 +530,9 @@ def float_tensor(value: Any) -> Tensor:
 def _copy_value(target: Tensor, value: Any) -> None:
     unit = getattr(target, "_unit", None)
     if unit is not None:
-        unit.write(target._index, float_tensor(value))
+        source = value if isinstance(value, Tensor) else _core.tensor(np.ascontiguousarray(value))
+        is_float = target.dtype.is_floating_point
+        unit.write(target._index, float_tensor(source) if is_float else source.to(target.dtype))
     else:
         if target.is_deferred:
             target.materialize_()

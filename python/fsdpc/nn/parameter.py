@@ -86,6 +86,13 @@ class RowCode(NamedTuple):
         """The bytes of a row."""
         return int(self.encode(_core.zeros((0, self.columns))).shape[1])
 
+    def __str__(self) -> str:
+        return f"{self.scheme}, {self.columns} columns"
+
+    def rows(self, numel: int) -> int:
+        """Return how many rows ``numel`` bytes hold; rows of no bytes need not be encoded."""
+        return numel // self.bytes if numel else 0
+
     def encode(self, values: Tensor) -> Tensor:
         """float32 (rows, columns) -> uint8 (rows, bytes)."""
         return _core.quantize(values, self.scheme)
@@ -98,8 +105,21 @@ class RowCode(NamedTuple):
             p._recipe = weight._recipe and CodedRecipe(weight._recipe, self, tuple(weight.shape))
         else:
             p = Parameter(self.encode(weight.detach().float()), requires_grad=False)
-        p._code = self
+        p._code, p._plain_dtype = self, weight.dtype
         return p
+
+
+class Codes(Tensor):
+    """A quantised weight in a state dict, which is refused by weights of another scheme."""
+
+    _code: RowCode
+
+    @classmethod
+    def of(cls, values: Tensor, code: RowCode) -> Codes:
+        """Return a view of a weight's bytes."""
+        codes = cls(values)
+        codes._code = code
+        return codes
 
 
 class CodedRecipe(NamedTuple):
@@ -116,8 +136,8 @@ class CodedRecipe(NamedTuple):
     def fill_unit(self, unit: _core.Unit, index: int) -> None:
         """Draw the values and encode this rank's rows in a unit."""
         codes, first, _, _ = _core.master_shard(unit, index, True)
-        row = first // self.code.bytes
-        rows = self._values()[row : row + codes.numel() // self.code.bytes]
+        row = self.code.rows(first)
+        rows = self._values()[row : row + self.code.rows(codes.numel())]
         codes.copy_(self.code.encode(rows.contiguous()).reshape(-1))
 
     def _values(self) -> Tensor:
@@ -156,6 +176,7 @@ class Parameter(Tensor):
     _index: int = -1
     _recipe: Recipe | CodedRecipe | None = None
     _code: RowCode | None = None  # of a quantised weight, whose data are its codes
+    _plain_dtype: _core.dtype = _core.float32  # of a quantised weight's values and adapters
     _ignored: bool = False  # set by fully_shard(ignored_params=...)
     _swapped: bool = False  # its average is in its place (EMA.swap); units know for theirs
 
@@ -208,7 +229,7 @@ class Parameter(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         values = Tensor.__deepcopy__(self, memo)
         made = type(self)(values, requires_grad=self.requires_grad)
-        made._code = self._code
+        made._code, made._plain_dtype = self._code, self._plain_dtype
         return made
 
     def __reduce__(self) -> Any:

@@ -8,7 +8,7 @@ from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.nn.layers import Linear
 from fsdpc.nn.module import Module
-from fsdpc.nn.parameter import RowCode
+from fsdpc.nn.parameter import Parameter, RowCode
 
 
 class QuantizedLinear(Linear):
@@ -42,7 +42,6 @@ class QuantizedLinear(Linear):
     """
 
     scheme: str
-    dtype: _core.dtype  # of the weight before it was quantised
 
     def __init__(
         self,
@@ -61,6 +60,11 @@ class QuantizedLinear(Linear):
         """x (..., in_features) -> (..., out_features)."""
         return _core.quantized_linear(x, self.weight, self.scheme, self.bias)
 
+    @property
+    def dtype(self) -> _core.dtype:
+        """The dtype of the bias, and of a weight or adapter that replaces the codes."""
+        return self.weight._plain_dtype
+
     def dequantized(self, dtype: Any = None) -> Tensor:
         """Return an unsharded layer's weight, (out_features, in_features), by default float32."""
         codes = self.weight.detach()
@@ -72,8 +76,11 @@ class QuantizedLinear(Linear):
 
 def quantize_layer(layer: Any, scheme: str) -> None:
     """Encode and freeze the weight of a :class:`Linear`, which becomes a quantised layer."""
-    object.__setattr__(layer, "dtype", layer.weight.dtype)
-    layer.weight = RowCode(scheme, layer.in_features).quantized(layer.weight)
+    _install(layer, scheme, RowCode(scheme, layer.in_features).quantized(layer.weight))
+
+
+def _install(layer: Any, scheme: str, codes: Parameter) -> None:
+    layer.weight = codes
     if layer.bias is not None:
         layer.bias.requires_grad = False
     object.__setattr__(layer, "scheme", scheme)
@@ -100,9 +107,14 @@ def quantize_(model: Module, scheme: str = "nf4") -> list[str]:
     Raises
     ------
     ValueError
-        The model has no linear layers, a weight is not finite, or the scheme is unknown.
+        The model has no linear layers that are not quantised, a weight is not finite, or the scheme
+        is unknown.
     RuntimeError
-        The model is sharded, or modules share a weight.
+        The model is sharded or has adapters, or modules share a weight.
+
+    Notes
+    -----
+    After an error the model is unchanged.
 
     Examples
     --------
@@ -111,17 +123,32 @@ def quantize_(model: Module, scheme: str = "nf4") -> list[str]:
     >>> nn.quantize_(model, "int8")
     ['0', '2']
     """
+    if scheme not in _core.weight_schemes:
+        known = ", ".join(_core.weight_schemes)
+        raise ValueError(f"scheme must be one of {known}, got {scheme!r}")
     layers = {name: m for name, m in model.named_modules() if type(m) is Linear}
-    if not layers:
-        raise ValueError("the model has no linear layers to quantise")
     _check(model, layers)
-    for layer in layers.values():
-        quantize_layer(layer, scheme)
+    made = []
+    for name, layer in layers.items():
+        code = RowCode(scheme, layer.in_features)
+        try:
+            made.append(code.quantized(layer.weight))
+        except ValueError as error:
+            raise ValueError(f"'{name}': {error}") from None
+    for layer, codes in zip(layers.values(), made, strict=True):
+        _install(layer, scheme, codes)
     return list(layers)
 
 
 def _check(model: Module, layers: dict[str, Any]) -> None:
-    """Raise RuntimeError if the weight of a layer is sharded or used by another module."""
+    """Raise an error if the layers, of type Linear, are not what can be quantised."""
+    for name, m in model.named_modules():
+        if isinstance(m, Linear) and hasattr(m, "lora_A"):
+            raise RuntimeError(f"'{name}' has an adapter: call quantize_() before lora.apply()")
+    if not layers:
+        coded = {m.scheme for m in model.modules() if isinstance(m, QuantizedLinear)}
+        why = f": they are stored as {', '.join(sorted(coded))} already" if coded else ""
+        raise ValueError(f"{type(model).__name__} has no linear layers to quantise{why}")
     users: dict[int, int] = {}
     for module in model.modules():
         for p in module._parameters.values():
