@@ -281,9 +281,9 @@ def merge(model: Module, dtype: Any = None) -> None:
     Parameters
     ----------
     model : Module
-        A model with adapters. Quantised layers with an adapter become linear layers.
+        A model with adapters. All quantised layers become linear layers, as serving needs.
     dtype : dtype, optional
-        Of the merged weights; by default that of the weights, or that before they were quantised.
+        Of the whole model; by default that of the weights, or that before they were quantised.
 
     Raises
     ------
@@ -329,6 +329,11 @@ def merge(model: Module, dtype: Any = None) -> None:
             layer.weight.detach().copy_(merged)
         del layer.lora_A, layer.lora_B
         object.__setattr__(layer, "__class__", _PLAIN[type(layer)])
+    for layer in (m for m in model.modules() if type(m) is QuantizedLinear):  # without an adapter
+        layer.weight = Parameter(layer.dequantized(dtype or layer.dtype), requires_grad=False)
+        object.__setattr__(layer, "__class__", Linear)
+    if dtype is not None:
+        model.to(dtype)
 
 
 def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = None) -> None:

@@ -203,6 +203,13 @@ def test_merging_and_what_cannot_be(tmp_path: Path) -> None:
     model = adapted(tmp_path / "base", shard=False)
     lora.merge(model, "bfloat16")
     assert model.model.layers[0].mlp.up_proj.weight.dtype.name == "bfloat16"
+    assert model(ids).dtype.name == "bfloat16"
+    model = models.from_pretrained(tmp_path / "base", quantize="nf4")
+    lora.apply(model, 4, ["q_proj", "v_proj"])
+    before = model(ids).numpy()
+    lora.merge(model)
+    assert np.allclose(model(ids).numpy(), before, atol=1e-5)
+    models.save_pretrained(model, tmp_path / "partly")
     with pytest.raises(TypeError, match="Trained takes a module of fsdpc.nn, got dict"):
         checkpoint.Trained({})
     quantised = models.from_pretrained(tmp_path / "base", quantize="int8")
