@@ -185,8 +185,10 @@ class _Load:
     def _fits(self, family: str) -> bool:
         given = dict(self.source.model)
         mapped = file_names(family, [p.name for p in self.held.shards], given)
-        found = [(given.get(mapped[shard.name]), shard.shape) for shard in self.held.shards]
-        return all(t is not None and tuple(t.shape) == shape for t, shape in found)
+        found = [(given.get(mapped[shard.name]), shard) for shard in self.held.shards]
+        return any(name != file for name, file in mapped.items()) and all(
+            t is not None and tuple(t.shape) == _shape_in_file(shard, t) for t, shard in found
+        )
 
     def _match_model(self, names: Names | None) -> None:
         held = self.held = shards_of(self.state["model"], True)
@@ -258,13 +260,10 @@ class _Load:
         self.report.unexpected += sorted(set(given) - {p.name for p in own.shards})
 
     def _match(self, shard: Shard, source: SourceTensor) -> None:
-        encoded = _encodes(shard, source)
-        shape = shard.shape
-        if encoded:
-            shape = (shape[0], shard.code.columns)  # type: ignore[union-attr]
+        shape = _shape_in_file(shard, source)
         if tuple(source.shape) != shape:
             self.differ.append((shard.name, str(tuple(source.shape)), str(shape)))
-        elif encoded:
+        elif _encodes(shard, source):
             self.encodes.append((shard, source))
         elif source.dtype != shard.dtype and not {source.dtype, shard.dtype} <= FLOATS:
             self.differ.append((shard.name, source.dtype, shard.dtype))
@@ -276,13 +275,19 @@ class _Load:
         crcs = self._read([(shard, source, shard.memory) for shard, source in self.reads])
         for shard, source in self.encodes:  # one at a time: fp32 takes eight times as much memory
             assert isinstance(shard.code, RowCode)
-            rows, columns = shard.numel // shard.code.bytes, shard.code.columns
+            first, rows = map(shard.code.rows, (shard.first, shard.numel))
+            columns = shard.code.columns
             values = _core.zeros((rows, columns))
-            place = replace(
-                shard, first=shard.first // shard.code.bytes * columns, numel=values.numel()
-            )
+            place = replace(shard, first=first * columns, numel=values.numel())
             crcs += self._read([(place, source, values)])
-            shard.memory.copy_(shard.code.encode(values).reshape(shard.memory.shape))
+            try:
+                codes = shard.code.encode(values)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"'{shard.name}' in {self.source.folder / source.file}: of the rows from "
+                    f"{first} on, {error}"
+                ) from None
+            shard.memory.copy_(codes.reshape(shard.memory.shape))
         return crcs
 
     def _read(self, reads: list[tuple[Shard, SourceTensor, _core.Tensor]]) -> list[int]:
@@ -363,6 +368,13 @@ class _Load:
 def _encodes(shard: Shard, source: SourceTensor) -> bool:
     """Return whether floats in the file are to be encoded."""
     return isinstance(shard.code, RowCode) and source.dtype in FLOATS
+
+
+def _shape_in_file(shard: Shard, source: SourceTensor) -> tuple[int, ...]:
+    if _encodes(shard, source):
+        assert isinstance(shard.code, RowCode)
+        return shard.shape[0], shard.code.columns
+    return shard.shape
 
 
 def _code_name(code: list[Any] | None) -> str:
