@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import nn, wrap
+from fsdpc import lora, nn, wrap
 from fsdpc.models import Llama, ModelConfig, preset
 from fsdpc.planning.simulate import Simulation, simulate
 
@@ -326,6 +326,21 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.parametrize("config", [True, False])
+def test_quantised_models(config: bool) -> None:
+    """Codes have no gradients, and neither their dtype nor a policy's is a forward's."""
+    model, shape = (llama(preset("2M")), (2, 64)) if config else (stack(), (8, WIDTH))
+    given: dict[str, Any] = {"hosts": 2, "ranks_per_host": 1, "bandwidth": 1e9, "latency": 0.0,
+                             "flops": 1e9, "mp_policy": HALF}  # fmt: skip
+    plain = simulate(model, shape, **given)
+    nn.quantize_(model)
+    lora.apply(model, 2)
+    assert fsdpc.memory_plan(model, 2, shape, mp_policy=HALF).activation > 0
+    found = simulate(model, shape, **given)
+    assert 0.5 < found.flops / plain.flops < 1.1  # no products for gradients of weights
+    assert found.memory.unsharded <= plain.memory.unsharded / 2 and 0 <= found.padding < 0.5
+
+
 def test_command(tmp_path: Path) -> None:
     words = ["--hosts", "2", "--tflops", "0.05", "--bandwidth", "1", "--dtype", "fp32"]
     done = run("--preset", "10M", "--batch", "2", "--seq", "256", *words)
@@ -347,6 +362,8 @@ def test_command(tmp_path: Path) -> None:
         again = run("--config", str(config), "--batch", "2", "--seq", "256", *words)
         assert again.stdout.endswith(result), again.stderr
         assert f"llama of {config}, 10,081,600 parameters" in again.stdout
+    done = run("--preset", "2M", "--seq", "64", *words, "--lora", "4", "--quantize", "nf4")
+    assert done.stdout.startswith("llama 2M with LoRA of rank 4 over nf4, "), done.stderr
 
 
 def test_command_names_bad_values(tmp_path: Path) -> None:
@@ -354,6 +371,7 @@ def test_command_names_bad_values(tmp_path: Path) -> None:
     config.write_text('{"dim": 4096, "colour": 1}')
     for words, said in (
         (["--hosts", "0"], "--hosts must be at least 1, got 0"),
+        (["--quantize", "nf4"], "--quantize needs --lora RANK"),
         (["--bandwidth", "-3"], "--bandwidth must be above 0, got -3.0"),
         (["--latency", "nan"], "--latency must be at least 0, got nan"),
         (["--mesh", "3x4", "--hosts", "2"], "mesh (3, 4) is not (replicate, shard) of 2 x 1 = 2"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdpc import models
+from fsdpc import _core, models
 from fsdpc.cli.arguments import Parser
 from fsdpc.cli.train import make_model
 from fsdpc.cli.train_options import DTYPES, add_choice, add_number
@@ -56,6 +56,9 @@ def cluster_parser(
     )
     model.add_argument(
         "--lora-targets", metavar="NAMES", help="layers that get one (default: all-linear)"
+    )
+    model.add_argument(
+        "--quantize", choices=_core.weight_schemes, help="how it stores linear layers; needs --lora"
     )
     add_choice(model, "--optimizer", BY_NAME, "adamw", "optimizer")
     p.set_defaults(lora_alpha=None, checkpoint_activations=None)
@@ -124,8 +127,9 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name in ("latency", "local_latency", "message"):
         if not 0 <= (value := getattr(options, name, 0.0)) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
-    if options.lora_targets is not None and options.lora is None:
-        raise ValueError("--lora-targets needs --lora RANK")
+    for name in ("lora_targets", "quantize"):
+        if getattr(options, name) is not None and options.lora is None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --lora RANK")
 
 
 def model_of(o: argparse.Namespace) -> Any:
@@ -167,11 +171,11 @@ def header(
     argv : sequence of str
         The user's arguments; all other options are listed as assumed.
     """
-    params = {id(each): math.prod(each.shape) for each in model.parameters()}.values()
     named = f"{o.model} {o.preset}" if o.config is None else f"{o.model} of {o.config}"
     named += f" with LoRA of rank {o.lora}" if o.lora is not None else ""
+    named += f" over {o.quantize}" if o.quantize is not None else ""
     lines = [
-        f"{named}, {sum(params):,} parameters",
+        f"{named}, {model.num_parameters():,} parameters",
         f"{o.hosts} host{'s' * (o.hosts > 1)} x {o.ranks_per_host} "
         f"rank{'s' * (o.ranks_per_host > 1)} ({o.device}), batch {o.batch} x {o.seq:,} tokens a "
         f"rank, {o.dtype}",

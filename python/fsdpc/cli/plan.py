@@ -108,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
 def _common(o: argparse.Namespace) -> str:
     """Return the ``fsdpc train`` options that all configurations share."""
     words = [] if o.lora is None else [f"--lora {o.lora} --init-from FOLDER"]
+    words += [] if o.quantize is None else [f"--quantize {o.quantize}"]
     words += [] if o.state_dtype == "fp32" else [f"--state-dtype {o.state_dtype}"]
     return " ".join(words)
 

@@ -488,7 +488,8 @@ def _activation_bytes(
             ids = np.zeros(shape, np.int64)
             forward(model, ids, ids).backward()
             return
-        x = _core.empty(shape, dtype=dtypes[0] if dtypes else _core.float32)
+        dtype = next((d for d in dtypes if d.is_floating_point), _core.float32)
+        x = _core.empty(shape, dtype=dtype)
         forward(model, x).sum().backward()
 
     def step_without_trace() -> None:
@@ -511,6 +512,6 @@ def check_left(model: Any, left: int) -> None:
 
 
 def _compute_dtype(p: Any, policy: MixedPrecisionPolicy | None) -> _core.dtype:
-    if p._unit is not None or policy is None or policy.param_dtype is None:
+    if p._unit is not None or policy is None or not p.dtype.is_floating_point:
         return p.dtype  # a sharded parameter has its full parameter's dtype
-    return policy.param_dtype
+    return policy.param_dtype or p.dtype

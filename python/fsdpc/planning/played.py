@@ -196,8 +196,8 @@ def _without_memory(model: Module) -> None:
                 if p is None:
                     continue
                 if id(p) not in made:
-                    made[id(p)] = init.zeros_(Parameter.empty(p.shape, p.dtype))
-                    made[id(p)].requires_grad = p.requires_grad
+                    values = _core.empty_deferred(p.shape, dtype=p.dtype)
+                    made[id(p)] = init.zeros_(Parameter(values, requires_grad=p.requires_grad))
                 m._parameters[name] = made[id(p)]
 
 
@@ -206,5 +206,6 @@ def _inputs(model: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     if hasattr(getattr(model, "config", None), "vocab_size"):
         ids = np.zeros(shape, np.int64)
         return ids, ids
-    dtype = next((p.dtype for p in model.parameters()), _core.float32)
+    dtypes = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    dtype = next(dtypes, _core.float32)
     return (_core.empty(shape, dtype=dtype),)

@@ -298,8 +298,8 @@ def simulate(
                   messages=memory._messages)  # fmt: skip
     clock = Clock(record, groups, network, flops)
     clock.play()
-    params = {id(p): p for p in model.parameters()}.values()
-    held = sum(math.prod(p.shape) * p.dtype.itemsize for p in params)
+    trained = (p for p in model.parameters() if p.requires_grad)  # gradients are fp32 or wider
+    held = sum(math.prod(p.shape) * max(p.dtype.itemsize, 4) for p in trained)
     element = (o.mp_policy and o.mp_policy.param_dtype or _core.float32).itemsize
     state = state_bytes(o.state_dtype)
     numel, states = whole.grad / 4, 2 * state * STATES[o.optimizer]  # read and written
@@ -325,7 +325,7 @@ def simulate(
         flops=record.flops,
         memory=memory,
         sharing_ranks=sharing_ranks,
-        padding=whole.master * mesh[1] / held - 1,
+        padding=whole.grad * mesh[1] / held - 1 if held else 0.0,
         record=record,
         timeline=of_clock(clock, clock.now + optimizer, memory, sharing_ranks, title),
     )
