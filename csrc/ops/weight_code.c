@@ -131,6 +131,8 @@ fsdpc_status fsdpc_weight_encode(fsdpc_weight_scheme scheme, size_t rows, size_t
     if (!scales)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to quantise a weight");
     fsdpc_status st = FSDPC_OK;
+    if (rows * row.bytes > 0 && cols == 0)
+        memset(codes, 0, rows * row.bytes); /* nf4's header */
     for (size_t r = 0; r < rows && cols && st == FSDPC_OK;
          r++, values += cols, codes += row.bytes) {
         float sum = 0;

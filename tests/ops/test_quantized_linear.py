@@ -82,6 +82,13 @@ def test_nf4_has_the_codes_of_bitsandbytes(kind):
     assert np.square(dequantized(ours, "nf4", 512) - w).mean() < error * 1.001
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_without_columns_are_zeros(scheme):
+    dirty = [fsdpc.full((4, 8), 200, dtype=fsdpc.uint8) for _ in range(50)]
+    del dirty
+    assert not F.quantize(fsdpc.zeros(4, 0), scheme).numpy().any()
+
+
 def test_bad_input():
     codes = F.quantize(fsdpc.ones(2, 64), "nf4")
     with pytest.raises(ValueError, match=r"must have the shape \(rows, 41\), as 64 columns in"):
