@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -71,9 +70,10 @@ def ways(shape: tuple[int, int, int], dtype: str) -> dict[str, Callable[[], Any]
     return {name: step(way) for name, way in found.items()}
 
 
-def peak() -> int:
-    """The most memory that this process had, in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def memory(field: str) -> int:
+    """The memory that this process has (VmRSS), or has had at most (VmHWM), in KiB."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field))
 
 
 def measure(name: str, shape: tuple[int, int, int], dtype: str, rounds: int) -> None:
@@ -81,9 +81,10 @@ def measure(name: str, shape: tuple[int, int, int], dtype: str, rounds: int) -> 
     small = ways((64, 64, 8), dtype)  # threads and buffers that any way would need
     for way in small.values():
         way()
-    run, before = ways(shape, dtype)[name], peak()
+    run, before = ways(shape, dtype)[name], memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     run()
-    grown, times = peak() - before, []
+    grown, times = memory("VmHWM") - before, []
     for _ in range(rounds):
         begin = time.perf_counter()
         run()
