@@ -18,7 +18,6 @@ from fsdpc import _core
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@torch.compiler.disable  # the engine's tape cannot be traced
 def linear_cross_entropy(
     input: torch.Tensor,
     weight: torch.Tensor,
