@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from fsdpc.monitor.profiler import Profile, profile
     from fsdpc.monitor.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
     from fsdpc.optim import lr_scheduler
+    from fsdpc.planning.fit_activations import FittedActivations, fit_activations
     from fsdpc.planning.layout import ShardingLayout, sharding_layout
     from fsdpc.planning.planner import PlanOptions, Plans, plan
     from fsdpc.sharding import amp, wrap
@@ -161,6 +162,8 @@ _FROM = {  # name -> its module, imported when any of its names is first used
     "audit": "monitor.auditor",
     "Audited": "monitor.auditor",
     "find_batch_size": "monitor.batch_size",
+    "fit_activations": "planning.fit_activations",
+    "FittedActivations": "planning.fit_activations",
     "FlightRecorder": "monitor.flight",
     "flops_per_token": "monitor.performance",
     "launch": "launching.launcher",
@@ -183,19 +186,20 @@ __all__ = [
     "broadcast", "checkpoint", "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_",
     "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "EMA", "empty",
     "empty_like", "enable_grad", "estimate", "estimate_activations", "eye", "find_batch_size",
-    "FlightRecorder", "float16", "float32", "float64", "flops_per_token", "from_dlpack",
-    "from_numpy", "FSDPModule", "full", "full_grad", "full_like", "full_tensor", "fully_shard",
-    "functional", "get_default_device", "grad_norms", "graph_step", "GraphStep", "init",
-    "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized", "launch", "linspace",
-    "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
-    "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
-    "OffloadPolicy", "ones", "ones_like", "optim", "PeerError", "PerformanceTracker", "plan",
-    "PlanOptions", "Plans", "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn",
-    "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule",
-    "schedule", "set_default_device", "set_num_threads", "sharding_layout", "ShardingLayout",
-    "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
-    "Stabilized", "StabilizerOptions", "summon_full_params", "tensor", "Tensor", "training_cost",
-    "TrainingCost", "TrainingStabilizer", "uint8", "world_size", "wrap", "zeros", "zeros_like",
+    "fit_activations", "FittedActivations", "FlightRecorder", "float16", "float32", "float64",
+    "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full", "full_grad", "full_like",
+    "full_tensor", "fully_shard", "functional", "get_default_device", "grad_norms", "graph_step",
+    "GraphStep", "init", "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized",
+    "launch", "linspace", "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan",
+    "memory_stats", "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn",
+    "no_grad", "num_threads", "OffloadPolicy", "ones", "ones_like", "optim", "PeerError",
+    "PerformanceTracker", "plan", "PlanOptions", "Plans", "plots", "Profile", "profile", "rand",
+    "rand_like", "randint", "randn", "randn_like", "rank", "register_fsdp_forward_method",
+    "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
+    "sharding_layout", "ShardingLayout", "ShardingStrategy", "show_config", "shutdown", "simulate",
+    "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions", "summon_full_params",
+    "tensor", "Tensor", "training_cost", "TrainingCost", "TrainingStabilizer", "uint8",
+    "world_size", "wrap", "zeros", "zeros_like",
 ]  # fmt: skip
 
 

@@ -2365,9 +2365,9 @@ def is_capturing() -> bool:
 
 def dry_run(
     params: list[Any], dtypes: list[dtype], fn: Callable[[], Any], /
-) -> tuple[int, int]:
-    """Return the peak bytes that ``fn()`` would use and the bytes that it left behind, without
-    computing anything.
+) -> tuple[int, int, int]:
+    """Return the peak bytes that ``fn()`` would use, the bytes that it left behind, and the
+    floating point operations of its products, without computing anything.
     """
 
 def in_dry_run() -> bool:

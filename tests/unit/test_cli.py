@@ -113,6 +113,9 @@ def test_estimate_shows_what_a_gpu_would_hold() -> None:
     assert estimated(*stays)["unsharded"] == pytest.approx(2 * params, rel=0.1)
     less = estimated(*ON_2048, "--device", "cuda", "--checkpoint-activations")
     assert less["activation"] < 0.2 * there["activation"]
+    half = f"{there['activation'] / 2**31:.1f}GiB"
+    less = estimated(*ON_2048, "--checkpoint-activations", half)
+    assert 0.3 * there["activation"] < less["activation"] < 0.51 * there["activation"]
 
 
 @pytest.mark.parametrize("options, said", [

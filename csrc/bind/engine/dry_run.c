@@ -6,7 +6,8 @@
  * the run, the parameters also use null memory, in the given dtypes. A sink for their gradients
  * acts like a unit's reduce buffer. Units only cast their inputs and outputs. No epoch begins, so a
  * single rank can make the plan. Returns the peak memory that fn used, excluding parameters and
- * their gradients, and the memory still allocated afterwards.
+ * their gradients, the memory still allocated afterwards, and the floating point operations of its
+ * products.
  *
  * play's fn creates the model, communicators without an address and units, and then trains: only
  * kernels and peers are missing. An operation completes when the engine waits for it (or, with
@@ -124,15 +125,18 @@ static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dt
         peak = measure(state, &dry, fn);
     while (moved > 0)
         move_back(&stands[--moved]);
-    if (dry.device)
+    long long flops = 0;
+    if (dry.device) {
         left = (Py_ssize_t)held(&dry, false);
+        flops = *fsdpc_device_null_flops(dry.device);
+    }
     if (dry.device && left == 0) {
         fsdpc_device_free(dry.device, grads.data);
         fsdpc_py_runtime_destroy(&dry);
     }
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    return peak < 0 ? NULL : Py_BuildValue("(nn)", peak, left);
+    return peak < 0 ? NULL : Py_BuildValue("(nnL)", peak, left, flops);
 }
 
 static PyObject *dry_run(PyObject *module, PyObject *args)

@@ -74,7 +74,8 @@ def add_step_options(p: argparse.ArgumentParser) -> None:
         nargs="?",
         const="all",
         metavar="WHICH",
-        help="recompute blocks in backward: all, every N-th, or a ratio like 0.5",
+        help="recompute blocks in backward: all, every N-th, a ratio like 0.5, or what "
+        "makes activations fit in memory like 800MiB",
     )
 
 

@@ -23,6 +23,7 @@ from fsdpc.cli.train_config import as_toml, changes, kept_options, parse
 from fsdpc.cli.train_options import (
     DTYPES,
     STATE_DTYPES,
+    ActivationMemory,
     check,
     checkpoint_choice,
     keep_global_batch,
@@ -45,6 +46,7 @@ from fsdpc.optim import BY_NAME, Adafactor, Muon, Optimizer
 from fsdpc.optim.ema import EMA
 from fsdpc.optim.lr_scheduler import LRScheduler
 from fsdpc.optim.matrix import takes_muon
+from fsdpc.planning.fit_activations import fit_activations
 from fsdpc.planning.memory_plan import MemoryPlan, memory_plan
 from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.amp import LossScaler
@@ -184,7 +186,12 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
         model = models.Llama(config) if options.model == "llama" else models.GPT2(config)
         train_pretrained.adapt(options, model)
     if options.checkpoint_activations:
-        checkpoint_activations(model.blocks(), checkpoint_choice(options.checkpoint_activations))
+        which = checkpoint_choice(options.checkpoint_activations)
+        if isinstance(which, ActivationMemory):
+            options.fitted = fit_activations(model, (options.batch, options.seq), which.bytes,
+                                             mp_policy=make_policy(options))  # fmt: skip
+        else:
+            checkpoint_activations(model.blocks(), which)
     return model
 
 
@@ -379,6 +386,8 @@ class Trainer:
                   f"{data.tokens:,} {self.source.header()}"
                   f"{self.tokens_per_step:,} a step, {self.val_data.tokens:,} held out",
                   flush=True)  # fmt: skip
+            if fitted := getattr(o, "fitted", None):
+                print(f"activations: {fitted}", flush=True)
 
     def _step(self) -> dict[str, Any]:
         o, world = self.options, distributed.world()

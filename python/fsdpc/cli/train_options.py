@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdpc import _core, models
 from fsdpc.cli import train_pretrained, train_tokens
@@ -134,7 +135,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const="all",
         metavar="WHICH",
-        help="recompute blocks in backward: all, every N-th, or a ratio like 0.5",
+        help="recompute blocks in backward: all, every N-th, a ratio like 0.5, or what "
+        "makes activations fit in memory like 800MiB",
     )
     data = p.add_argument_group("data")
     data.add_argument(
@@ -512,10 +514,18 @@ def check_sharding(options: argparse.Namespace, ranks: int) -> None:
     apply_strategy(options.strategy, mesh, options.reshard_after_forward)
 
 
-def checkpoint_choice(text: str) -> str | int | float:
-    """Return the argument for :func:`fsdpc.checkpoint_activations`."""
+class ActivationMemory(NamedTuple):
+    """Memory for activations, for :func:`fsdpc.fit_activations`."""
+
+    bytes: float
+
+
+def checkpoint_choice(text: str) -> str | int | float | ActivationMemory:
+    """Return the argument for :func:`fsdpc.checkpoint_activations`, or the memory to fit in."""
     if text == "all":
         return text
+    if given := re.fullmatch(r"(\d+(?:\.\d+)?)([MG])iB", text):
+        return ActivationMemory(float(given[1]) * 2 ** (20 if given[2] == "M" else 30))
     try:
         choice = int(text) if text.isdigit() else float(text)
         if choice >= 1 if isinstance(choice, int) else 0 < choice <= 1:
@@ -523,5 +533,6 @@ def checkpoint_choice(text: str) -> str | int | float:
     except ValueError:
         pass
     raise ValueError(
-        f"--checkpoint-activations takes all, a number of blocks or a ratio up to 1, got '{text}'"
+        "--checkpoint-activations takes all, a number of blocks, a ratio up to 1, or memory such "
+        f"as 800MiB, got '{text}'"
     )

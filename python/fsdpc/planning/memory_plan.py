@@ -364,7 +364,7 @@ def memory_plan(
     )
     activation = None
     if batch_shape is not None:
-        activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
+        activation, _ = measure_step(model, tuple(batch_shape), mp_policy)
     here = get_default_device()
     hosts = world.hosts if world is not None and world.size == replicate * shard else 1
     micro_steps = int(distributed.is_deterministic())
@@ -474,10 +474,10 @@ def _planned_units(
     return units
 
 
-def _activation_bytes(
+def measure_step(
     model: Any, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None
-) -> int:
-    """Return the peak activation bytes of a forward and backward, measured in a dry run."""
+) -> tuple[int, int]:
+    """Measure a forward and backward in a dry run; return peak activation bytes and FLOPs."""
     words = hasattr(getattr(model, "config", None), "vocab_size")
     params = list(model.parameters())
     dtypes = [_compute_dtype(p, policy) for p in params]
@@ -496,9 +496,9 @@ def _activation_bytes(
         with Snapshot(model):
             step()
 
-    peak, left = _core.dry_run(params, dtypes, step_without_trace)
+    peak, left, flops = _core.dry_run(params, dtypes, step_without_trace)
     check_left(model, left)
-    return peak
+    return peak, flops
 
 
 def check_left(model: Any, left: int) -> None:

@@ -34,6 +34,7 @@ def checkpoint_activations(
     Notes
     -----
     Results are bitwise equal, because dropout draws the same numbers again.
+    :func:`fsdpc.fit_activations` chooses modules by the memory that a step may take.
 
     Examples
     --------

@@ -1,0 +1,173 @@
+"""Choose what recomputes its activations, so that a step fits in a number of bytes.
+
+The parts of a block are its direct children. For every set of parts, and for the whole block, two
+dry runs tell how many bytes one block saves if they recompute, and how many FLOPs that costs. With
+one budget, the cheapest mix needs at most two of these choices: the first blocks take the one that
+saves more, since the last block's activations are needed again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from fsdpc.nn.module import Module
+from fsdpc.planning.memory_plan import measure_step
+from fsdpc.sharding.activation import checkpoint_activations
+from fsdpc.sharding.policies import MixedPrecisionPolicy
+
+_MOST_PARTS = 5  # of a block, whose sets are tried
+_LEAST = 0.05  # of what a whole block saves: parts that save less, as norms do, stay as they are
+
+
+@dataclass(frozen=True)
+class FittedActivations:
+    """What recomputes, and what a step then needs.
+
+    ``modules`` are the names of the changed modules, ``peak`` the activation bytes of a step, and
+    ``recomputed`` the FLOPs of products that run again, as a fraction of a step's without
+    recomputation.
+    """
+
+    modules: tuple[str, ...]
+    peak: int
+    recomputed: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.peak / 2**20:,.0f} MiB, {len(self.modules)} modules recompute, "
+            f"{100 * self.recomputed:.1f} % more FLOPs"
+        )
+
+
+def fit_activations(
+    model: Any,
+    batch: tuple[int, ...],
+    memory: float,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> FittedActivations:
+    """Make parts of a model's blocks recompute their activations, until a step fits.
+
+    Parameters
+    ----------
+    model : Module
+        A model with ``blocks()``, whose blocks are alike and recompute nothing yet. It may be
+        sharded or deferred.
+    batch : tuple of int
+        The shape of a micro-batch, (sequences, tokens) for language models.
+    memory : float
+        Bytes for activations on one rank: what is left of its memory by the rest of
+        :func:`fsdpc.memory_plan`.
+    mp_policy : MixedPrecisionPolicy, optional
+        The policy of the units, for a model that is not sharded yet.
+
+    Returns
+    -------
+    FittedActivations
+        The modules that recompute. Results of training do not change.
+
+    Raises
+    ------
+    ValueError
+        The model has no blocks, some recompute already, or a step does not fit even if all do.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> model = fsdpc.models.Llama(fsdpc.models.preset("2M"))
+    >>> fitted = fsdpc.fit_activations(model, (4, 256), 40 << 20)
+    >>> fitted.peak <= 40 << 20, len(fitted.modules) > 0
+    (True, True)
+    """
+    blocks = list(model.blocks()) if callable(getattr(model, "blocks", None)) else []
+    if not blocks:
+        raise ValueError(f"fit_activations: {type(model).__name__} has no blocks()")
+    names = {id(m): name for name, m in model.named_modules()}
+    busy = [names[id(m)] for b in blocks for m in b.modules() if "forward" in m.__dict__]
+    if busy:
+        raise ValueError(f"fit_activations: '{busy[0]}' recomputes already")
+    search = _Search(model, blocks, tuple(batch), mp_policy)
+    chosen, peak, recomputed = search.best(memory)
+    checkpoint_activations(chosen)
+    return FittedActivations(tuple(names[id(m)] for m in chosen), peak, recomputed)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The children of a block that recompute, by name; "" is the block itself."""
+
+    parts: tuple[str, ...]
+    saved: float  # bytes per block
+    cost: float  # FLOPs per block
+
+    def of(self, block: Module) -> list[Module]:
+        children = {"": block, **dict(block.named_children())}
+        return [children[name] for name in self.parts]
+
+
+class _Search:
+    def __init__(self, model: Any, blocks: list[Module], batch: tuple[int, ...], policy: Any):
+        self.model, self.blocks, self.batch, self.policy = model, blocks, batch, policy
+        self.peak, self.flops = measure_step(model, batch, policy)
+
+    def measure(self, chosen: list[Module]) -> tuple[int, float]:
+        with _recomputing(chosen):
+            return measure_step(self.model, self.batch, self.policy)
+
+    def choices(self) -> list[_Choice]:
+        """Return what a block can do: nothing, recompute sets of its parts, or recompute all."""
+        whole = self.choice(("",))
+        parts = [name for name, _ in self.blocks[0].named_children()]
+        worth = [p for p in parts if self.choice((p,)).saved >= _LEAST * whole.saved]
+        most = len(worth) if len(worth) <= _MOST_PARTS else 1
+        sets = [s for n in range(1, most + 1) for s in combinations(worth, n)]
+        return [_Choice((), 0, 0), *map(self.choice, sets), whole]
+
+    def choice(self, parts: tuple[str, ...]) -> _Choice:
+        """Measure a choice that all blocks but the last take, which is needed again at once."""
+        taking = self.blocks[: max(len(self.blocks) - 1, 1)]
+        peak, flops = self.measure([m for b in taking for m in _Choice(parts, 0, 0).of(b)])
+        n = len(taking)
+        return _Choice(parts, (self.peak - peak) / n, (flops - self.flops) / n)
+
+    def best(self, memory: float) -> tuple[list[Module], int, float]:
+        """Return the cheapest modules with which a step fits, its peak and what it costs."""
+        if self.peak <= memory:
+            return [], self.peak, 0.0
+        known, n = self.choices(), len(self.blocks)
+        plans = [
+            (k * strong.cost + (n - k) * weak.cost, -k * strong.saved - (n - k) * weak.saved, k)
+            + (strong, weak)
+            for strong in known for weak in known for k in range(1, n + 1)
+            if strong.saved > weak.saved and strong.cost >= weak.cost
+        ]  # fmt: skip
+        plans.sort(key=lambda plan: plan[:3])
+        least = self.peak
+        for _, change, k, strong, weak in plans:
+            if self.peak + change > memory * 1.02:  # what the dry run says decides
+                continue
+            chosen = [m for b in self.blocks[:k] for m in strong.of(b)]
+            chosen += [m for b in self.blocks[k:] for m in weak.of(b)]
+            peak, flops = self.measure(chosen)
+            least = min(least, peak)
+            if peak <= memory:
+                return chosen, peak, flops / self.flops - 1
+        whole = self.measure(self.blocks)[0]
+        raise ValueError(
+            f"fit_activations: a step over {self.batch} needs {min(least, whole):,} bytes of "
+            f"activations even if all blocks recompute; {memory:,.0f} bytes are given"
+        )
+
+
+@contextmanager
+def _recomputing(modules: list[Module]) -> Iterator[None]:
+    checkpoint_activations(modules)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
