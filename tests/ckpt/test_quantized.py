@@ -13,6 +13,7 @@ from torch import nn
 import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint import CheckpointError
+from fsdpc.checkpoint.convert import convert
 from fsdpc.torch import fully_shard
 from tests.faults.common import run
 
@@ -158,3 +159,17 @@ def test_adapters_alone(kind: str, tmp_path: Path) -> None:
         assert run(partial(again, seed=1), ranks)[0] == before
         with pytest.raises(AssertionError, match="was saved over another base"):
             run(again, ranks)
+
+
+@pytest.mark.ranks(1)
+def test_conversions_keep_the_scheme_or_are_refused(tmp_path: Path) -> None:
+    model = build("nf4", 1, shard=False)
+    checkpoint.save(tmp_path / "saved", {"model": model})
+    convert(tmp_path / "saved", tmp_path / "again")
+    other = build("nf4", 2, shard=False)
+    checkpoint.load(tmp_path / "again", {"model": other})
+    assert torch.equal(other[0].base.weight, model[0].base.weight)
+    for layout in "dcp", "torch":
+        with pytest.raises(CheckpointError, match=r"'0.base.weight' .* has no place for their"):
+            convert(tmp_path / "saved", tmp_path / layout, layout)
+        assert not (tmp_path / layout).exists()

@@ -72,7 +72,8 @@ def convert(
     Raises
     ------
     CheckpointError
-        The source is damaged, or its format is unknown.
+        The source is damaged, or its format is unknown; or it has quantised weights, whose schemes
+        are lost in "dcp" and "torch".
     ImportError
         torch is required but not installed.
 
@@ -89,6 +90,11 @@ def convert(
     with contextlib.ExitStack() as stack:
         model, optimizer, content, left_out = _read(path, to, stack)
         if layout in ("dcp", "torch"):
+            if codes := content.get("codes"):
+                raise CheckpointError(
+                    f"{path} has quantised weights, such as '{next(iter(codes))}' "
+                    f"({next(iter(codes.values()))[0]}); '{layout}' has no place for their scheme"
+                )
             _write_torch(to, model | {f"optimizer.{n}": t for n, t in optimizer.items()}, layout)
         else:
             shards = {"model": _shards(model), "optimizer": _shards(optimizer)}
