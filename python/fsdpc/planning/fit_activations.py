@@ -30,6 +30,12 @@ class FittedActivations:
     ``modules`` are the names of the changed modules, ``peak`` the activation bytes of a step, and
     ``recomputed`` the FLOPs of products that run again, as a fraction of a step's without
     recomputation.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> print(fsdpc.FittedActivations(("layers.0.mlp", "layers.1.mlp"), 3 << 20, 0.125))
+    3 MiB, 2 modules recompute, 12.5 % more FLOPs
     """
 
     modules: tuple[str, ...]
