@@ -114,6 +114,19 @@ def test_checkpoints_hold_adapters_and_name_their_base(tmp_path: Path) -> None:
         assert all(np.array_equal(adapters(stranger)[name], v) for name, v in before.items())
 
 
+@pytest.mark.ranks(1)
+def test_a_base_without_values_is_refused(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight.requires_grad = False
+    checkpoint.save(tmp_path / "step", {"model": checkpoint.Trained(layer)})
+    with fsdpc.deferred_init():
+        layer = nn.Linear(2, 2)
+    layer.weight.requires_grad = False
+    with pytest.raises(RuntimeError, match="frozen parameter 'weight' is deferred"):
+        checkpoint.load(tmp_path / "step", {"model": checkpoint.Trained(layer)})
+    assert layer.weight.is_deferred and layer.bias.is_deferred
+
+
 @pytest.mark.ranks([1, 2])
 def test_state_dicts_know_their_scheme(tmp_path: Path) -> None:
     save_base(tmp_path / "base"), save_base(tmp_path / "other", 9)

@@ -29,6 +29,8 @@ class Trained:
     ------
     TypeError
         It is not a module that a checkpoint can hold.
+    RuntimeError
+        At a save or load: a frozen parameter has no values yet.
 
     Examples
     --------
@@ -61,6 +63,12 @@ class Trained:
 
 @shards_of.register
 def _(trained: Trained, write: bool) -> Held:
+    for name, p in trained.named_parameters():
+        if not p.requires_grad and getattr(p, "is_deferred", False):
+            raise RuntimeError(
+                f"frozen parameter '{name}' is deferred: the base needs its values before a "
+                "checkpoint of what was trained over it is saved or loaded"
+            )
     held = shards_of(trained.model, write)
     shards = [shard for shard in held.shards if not shard.frozen]
     names = {shard.name for shard in shards}
