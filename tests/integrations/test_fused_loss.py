@@ -1,4 +1,4 @@
-"""``fuse_loss`` beside transformers' own loss, alone and on two ranks."""
+"""``fuse_loss`` against transformers' own loss, on one rank and on two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a linear layer whose logits never all exist, beside float64."""
+"""Linear cross entropy, which computes logits in chunks, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fsdpc.torch.linear_cross_entropy`` beside torch's, in float64."""
+"""``fsdpc.torch.linear_cross_entropy`` against torch in float64."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 from fsdpc import _core, models
 from fsdpc.cli.arguments import Parser
 from fsdpc.cli.train import make_model
-from fsdpc.cli.train_options import DTYPES, add_choice, add_number
+from fsdpc.cli.train_options import DTYPES, add_choice, add_number, add_recompute_option
 from fsdpc.models.config import ModelConfig, of_transformers
 from fsdpc.optim import BY_NAME
 
@@ -69,14 +69,7 @@ def add_step_options(p: argparse.ArgumentParser) -> None:
     """Add the options that describe a step, for commands that examine one configuration."""
     step = p.add_argument_group("step")
     add_number(step, "--accumulate", 1, "micro-steps in a step of the optimizer")
-    step.add_argument(
-        "--checkpoint-activations",
-        nargs="?",
-        const="all",
-        metavar="WHICH",
-        help="recompute blocks in backward: all, every N-th, a ratio like 0.5, or what "
-        "makes activations fit in memory like 800MiB",
-    )
+    add_recompute_option(step)
 
 
 def add_rates(p: argparse.ArgumentParser) -> None:

@@ -130,14 +130,7 @@ def parser() -> argparse.ArgumentParser:
     train_pretrained.add_options(model)
     add_choice(model, "--dtype", DTYPES, "bf16",
             "of compute; masters and sums are fp32; fp16 scales the loss")  # fmt: skip
-    model.add_argument(
-        "--checkpoint-activations",
-        nargs="?",
-        const="all",
-        metavar="WHICH",
-        help="recompute blocks in backward: all, every N-th, a ratio like 0.5, or what "
-        "makes activations fit in memory like 800MiB",
-    )
+    add_recompute_option(model)
     data = p.add_argument_group("data")
     data.add_argument(
         "--data",
@@ -228,6 +221,18 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
         "the same bits however --ranks and --accumulate split the global batch into "
         "micro-batches of --batch; on several hosts, and for the shard groups of a --mesh, only "
         "for powers of two",
+    )
+
+
+def add_recompute_option(group: Any) -> None:
+    """Add the option for activation checkpointing."""
+    group.add_argument(
+        "--checkpoint-activations",
+        nargs="?",
+        const="all",
+        metavar="WHICH",
+        help="recompute blocks in backward: all, every N-th, a ratio like 0.5, or what "
+        "makes activations fit in memory like 800MiB",
     )
 
 

@@ -1,7 +1,7 @@
 """The loss of transformers' causal language models, computed by their head.
 
 In training, a forward with labels makes the head return the loss instead of logits, and the model's
-``loss_function`` passes it on. The weight is thus used where it is gathered, in the head's forward.
+``loss_function`` passes it on. The head's forward, in which its unit gathers the weight, uses it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fuse_loss(model: nn.Module) -> nn.Module:
     Raises
     ------
     ValueError
-        The head is no plain linear layer without a bias, or the config changes logits after the
+        The head has a bias or is another kind of layer, or the config changes logits after the
         head (soft caps, scales).
     RuntimeError
         At a call: the model's forward changes what its head returns.

@@ -89,7 +89,7 @@ def fit_activations(
     >>> fitted.peak <= 40 << 20, len(fitted.modules) > 0
     (True, True)
     """
-    blocks = list(model.blocks()) if callable(getattr(model, "blocks", None)) else []
+    blocks = blocks_of(model)
     if not blocks:
         raise ValueError(f"fit_activations: {type(model).__name__} has no blocks()")
     names = {id(m): name for name, m in model.named_modules()}
@@ -110,9 +110,9 @@ class _Choice:
     saved: float  # bytes per block
     cost: float  # FLOPs per block
 
-    def of(self, block: Module) -> list[Module]:
-        children = {"": block, **dict(block.named_children())}
-        return [children[name] for name in self.parts]
+
+def _parts_of(blocks: list[Module], parts: tuple[str, ...]) -> list[Module]:
+    return [{"": b, **dict(b.named_children())}[name] for b in blocks for name in parts]
 
 
 class _Search:
@@ -121,22 +121,24 @@ class _Search:
         self.peak, self.flops = measure_step(model, batch, policy)
 
     def measure(self, chosen: list[Module]) -> tuple[int, float]:
-        with _recomputing(chosen):
+        with recomputing(chosen):
             return measure_step(self.model, self.batch, self.policy)
 
     def choices(self) -> list[_Choice]:
         """Return what a block can do: nothing, recompute sets of its parts, or recompute all."""
         whole = self.choice(("",))
         parts = [name for name, _ in self.blocks[0].named_children()]
-        worth = [p for p in parts if self.choice((p,)).saved >= _LEAST * whole.saved]
-        most = len(worth) if len(worth) <= _MOST_PARTS else 1
-        sets = [s for n in range(1, most + 1) for s in combinations(worth, n)]
-        return [_Choice((), 0, 0), *map(self.choice, sets), whole]
+        single = [self.choice((p,)) for p in parts]
+        single = [c for c in single if c.saved >= _LEAST * whole.saved]
+        most = len(single) if len(single) <= _MOST_PARTS else 1
+        worth = [c.parts[0] for c in single]
+        sets = [s for n in range(2, most + 1) for s in combinations(worth, n)]
+        return [_Choice((), 0, 0), *single, *map(self.choice, sets), whole]
 
     def choice(self, parts: tuple[str, ...]) -> _Choice:
         """Measure a choice that all blocks but the last take, which is needed again at once."""
         taking = self.blocks[: max(len(self.blocks) - 1, 1)]
-        peak, flops = self.measure([m for b in taking for m in _Choice(parts, 0, 0).of(b)])
+        peak, flops = self.measure(_parts_of(taking, parts))
         n = len(taking)
         return _Choice(parts, (self.peak - peak) / n, (flops - self.flops) / n)
 
@@ -156,8 +158,8 @@ class _Search:
         for _, change, k, strong, weak in plans:
             if self.peak + change > memory * 1.02:  # what the dry run says decides
                 continue
-            chosen = [m for b in self.blocks[:k] for m in strong.of(b)]
-            chosen += [m for b in self.blocks[k:] for m in weak.of(b)]
+            chosen = _parts_of(self.blocks[:k], strong.parts)
+            chosen += _parts_of(self.blocks[k:], weak.parts)
             peak, flops = self.measure(chosen)
             least = min(least, peak)
             if peak <= memory:
@@ -169,11 +171,21 @@ class _Search:
         )
 
 
+def blocks_of(model: Any) -> list[Module]:
+    """Return a model's blocks, or an empty list if it does not name them."""
+    return list(model.blocks()) if callable(getattr(model, "blocks", None)) else []
+
+
 @contextmanager
-def _recomputing(modules: list[Module]) -> Iterator[None]:
-    checkpoint_activations(modules)
+def recomputing(modules: list[Module], which: Any = "all") -> Iterator[None]:
+    """Apply :func:`fsdpc.checkpoint_activations` inside the block; modules recompute nothing yet.
+
+    With ``which`` None, nothing changes.
+    """
+    if which is not None:
+        checkpoint_activations(modules, which)
     try:
         yield
     finally:
-        for module in modules:
-            del module.__dict__["forward"]
+        for module in modules if which is not None else ():
+            module.__dict__.pop("forward", None)

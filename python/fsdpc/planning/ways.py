@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import wrap
 from typing import Any, NamedTuple
 
 from fsdpc.display.svg import milliseconds, size
+from fsdpc.planning.fit_activations import blocks_of, recomputing
 from fsdpc.planning.memory_plan import MemoryPlan, groups_on_hosts, memory_plan
 from fsdpc.planning.simulate import Simulation, simulate
-from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.offload import OffloadPolicy
 
 CHECKPOINTS: tuple[str | float | None, ...] = (None, 0.5, "all")
@@ -121,7 +119,7 @@ def activations(case: Case) -> dict[tuple[Any, int], int]:
     """Return activation bytes by recomputation (least first) and micro-batch (largest first)."""
     found = {}
     for which in _checkpoints(case.model):
-        with _recomputing(case.model, which):
+        with recomputing(blocks_of(case.model), which):
             for micro in _micro_batches(case.options.batch):
                 plan = memory_plan(case.model, 1, (micro, case.options.seq),
                                    mp_policy=case.simulated.get("mp_policy"))  # fmt: skip
@@ -131,28 +129,13 @@ def activations(case: Case) -> dict[tuple[Any, int], int]:
 
 def _checkpoints(model: Any) -> tuple[str | float | None, ...]:
     """Return the recomputations to try: only None without blocks or if they already recompute."""
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     plain = blocks and not any("forward" in block.__dict__ for block in blocks)
     return CHECKPOINTS if plain else CHECKPOINTS[:1]
 
 
 def _micro_batches(batch: int) -> list[int]:
     return [batch >> i for i in range(batch.bit_length()) if batch % (1 << i) == 0]
-
-
-def _blocks(model: Any) -> list[Any]:
-    return list(model.blocks()) if callable(getattr(model, "blocks", None)) else []
-
-
-@contextmanager
-def _recomputing(model: Any, which: Any) -> Iterator[None]:
-    if which is not None:
-        checkpoint_activations(_blocks(model), which)
-    try:
-        yield
-    finally:
-        for block in _blocks(model) if which is not None else ():
-            block.__dict__.pop("forward", None)
 
 
 class Sharding(NamedTuple):
@@ -188,7 +171,7 @@ class Way:
                        offload="none" if offload is None else str(offload), micro_batch=micro,
                        accumulate=accumulate)  # fmt: skip
         if self.engine + activation <= case.memory:
-            with _recomputing(case.model, which):
+            with recomputing(blocks_of(case.model), which):
                 played = simulate(
                     case.model, (micro, case.options.seq), hosts=case.hosts,
                     ranks_per_host=case.per_host, **case.network,

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _core
+from fsdpc.tensors.grad_mode import enable_grad
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -99,14 +100,10 @@ class _Loss(torch.autograd.Function):
         ours = [_core.from_dlpack(t.detach().contiguous()) for t in (x, weight)]
         for each, needed in zip(ours, ctx.needs_input_grad, strict=False):
             each.requires_grad = needed
-        recording = any(ctx.needs_input_grad)
-        previous = _core.set_grad_enabled(recording)
-        try:
-            ids = _core.from_dlpack(target.contiguous())
+        ids = _core.from_dlpack(target.contiguous())
+        with enable_grad():  # without gradients that are needed, nothing is recorded
             loss = _core.linear_cross_entropy(*ours, ids, *options)
-        finally:
-            _core.set_grad_enabled(previous)
-        if recording:
+        if loss.requires_grad:
             ctx.ours = loss, ours
         return torch.from_dlpack(loss.detach())
 
