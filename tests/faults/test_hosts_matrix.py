@@ -24,7 +24,7 @@ import pytest
 from tests.load import Load
 from tests.needs import need_hosts, need_mpi, need_torch
 
-from .test_leaks import shm_names
+from .test_leaks import shm_left, shm_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("hosts_rank.py")
@@ -264,7 +264,7 @@ def test_a_fault(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
     check(cell, found)
     assert 0 not in found.codes, found
     assert found.left == []
-    assert shm_names() - names == set()
+    assert shm_left(names) == set()
 
 
 def saved(folder: Path) -> list[bytes]:

@@ -13,7 +13,7 @@ import pytest
 
 from .common import SOON_S
 from .matrix import DEADLINE_S, PHASES, WAITS, Cell, Found, happen, quiet_launch
-from .test_leaks import descriptors, memfd_mappings, shm_names
+from .test_leaks import descriptors, memfd_mappings, shm_left, shm_names
 
 # Nobody calls the engine any more, or what was waited for was done before the fault.
 UNNOTICED = {("shutdown", False), ("barrier", True)}
@@ -89,7 +89,7 @@ def test_a_fault(cell: Cell, tmp_path: Path, notes: Path) -> None:
     check_launcher(cell, found)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)  # no process is left
-    assert descriptors() == before and memfd_mappings() == [] and shm_names() <= names
+    assert descriptors() == before and memfd_mappings() == [] and shm_left(names) == set()
     assert quiet_launch(cell.ranks) == [None] * cell.ranks
     slowest = max((s.seconds for s in found.survivors if s.kind), default=None)
     (notes / str(cell)).write_text(json.dumps([*cell, slowest, found.seconds]))
