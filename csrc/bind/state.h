@@ -33,6 +33,8 @@
     X(group_work)                                                                                  \
     X(transport)                                                                                   \
     X(tier)                                                                                        \
+    X(saved)                                                                                       \
+    X(saved_set)                                                                                   \
     X(unit)                                                                                        \
     X(optimizer)                                                                                   \
     X(save)                                                                                        \

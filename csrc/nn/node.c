@@ -9,6 +9,8 @@
 
 #include <stdlib.h>
 
+#include "nn/saved_tensors.h"
+
 fsdpc_node *fsdpc_node_acquire(fsdpc_node *node)
 {
     if (node)
@@ -27,6 +29,8 @@ static void node_drop(fsdpc_node *node, fsdpc_node **doomed)
 
 static void free_saved(fsdpc_node *node, fsdpc_node **doomed)
 {
+    if (node->set)
+        fsdpc_saved_tensors_forget(node);
     for (int i = 0; i < FSDPC_NODE_MAX_SAVED; i++) {
         if (!node->saved[i])
             continue;
@@ -106,6 +110,8 @@ fsdpc_status fsdpc_node_check(const fsdpc_node *node)
                           "backward through '%s' a second time, after its saved tensors were "
                           "freed: pass retain_graph=True to the first backward",
                           node->ops->name);
+    if (node->set)
+        FSDPC_TRY(fsdpc_saved_need(node->set));
     for (int i = 0; i < FSDPC_NODE_MAX_SAVED; i++) {
         const fsdpc_tensor *t = node->saved[i];
         if (!t)

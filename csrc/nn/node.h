@@ -3,6 +3,7 @@
 #define FSDPC_NN_NODE_H
 
 #include "nn/tensor.h"
+#include "tier/saved.h"
 
 typedef struct fsdpc_tape fsdpc_tape; /* nn/tape.h */
 
@@ -33,8 +34,10 @@ struct fsdpc_node {
     fsdpc_dtype dtype; /* of the output */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];
-    fsdpc_tensor *grad; /* of the output, accumulated so far in the running backward */
-    void *extra;        /* the operation's parameters; freed by ops->release */
+    fsdpc_tensor *grad;   /* of the output, accumulated so far in the running backward */
+    void *extra;          /* the operation's parameters; freed by ops->release */
+    fsdpc_saved_set *set; /* owned; its saved tensors may leave memory; NULL: they stay */
+    size_t set_at;        /* for nn/offload.c */
     fsdpc_hook *hooks;
     uint64_t mark;    /* of the last walk that visited this node */
     fsdpc_node *next; /* while being freed */
@@ -48,8 +51,8 @@ void fsdpc_node_release(fsdpc_node *node); /* may be NULL */
 void fsdpc_node_save(fsdpc_node *node, int slot, fsdpc_tensor *t);
 /* Saves the node's own output as a view that has no node, which avoids a reference cycle. */
 fsdpc_status fsdpc_node_save_output(fsdpc_node *node, int slot, const fsdpc_tensor *out);
-/* Checks that all saved tensors may be read: they have not been freed or overwritten, and their
- * guards agree. */
+/* Brings the saved tensors back into memory, and checks that all may be read: they have not been
+ * freed or overwritten, and their guards agree. */
 fsdpc_status fsdpc_node_check(const fsdpc_node *node);
 /* Releases saved tensors and the operation's parameters; the edges stay. */
 void fsdpc_node_free(fsdpc_node *node);

@@ -127,11 +127,11 @@ static fsdpc_status make_hidden(fsdpc_tape *tape, int n_in, fsdpc_tensor *const 
     return fsdpc_op_return(st, t, out);
 }
 
-fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg, bool always,
-                             int n_in, fsdpc_tensor *const *inputs, int n_out,
-                             fsdpc_tensor *const *outputs)
+fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg,
+                             const fsdpc_saved_list *saved, int n_in, fsdpc_tensor *const *inputs,
+                             int n_out, fsdpc_tensor *const *outputs)
 {
-    if (!(always && tape->grad_enabled) && !fsdpc_tape_wants(tape, n_in, inputs)) {
+    if (!(saved && tape->grad_enabled) && !fsdpc_tape_wants(tape, n_in, inputs)) {
         if (ops->release)
             ops->release(arg);
         return FSDPC_OK;
@@ -158,6 +158,8 @@ fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void
         custom_extra *extra = hidden->node->extra;
         extra->ops = ops;
         extra->arg = arg;
+        for (int i = 0; saved && i < saved->n; i++)
+            fsdpc_node_save(hidden->node, i, saved->t[i]);
     }
     fsdpc_tensor_release(hidden);
     return st;

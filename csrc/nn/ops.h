@@ -227,11 +227,16 @@ typedef struct fsdpc_custom_ops {
     void (*release)(void *arg);
 } fsdpc_custom_ops;
 
-/* Connects the outputs, which must have no node and no other users, to the inputs. If no gradients
- * flow, it calls release(arg) at once, unless `always` is set. On failure, the caller keeps
- * ownership of arg. */
-fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg, bool always,
-                             int n_in, fsdpc_tensor *const *inputs, int n_out,
-                             fsdpc_tensor *const *outputs);
+/* Connects the outputs, which must have no node and no other users, to the inputs. The node saves
+ * up to FSDPC_NODE_MAX_SAVED tensors, which backward may read until `release`; NULL: none. If no
+ * gradients flow, it calls release(arg) at once, unless `saved` is given. On failure, the caller
+ * keeps ownership of arg. */
+typedef struct fsdpc_saved_list {
+    int n;
+    fsdpc_tensor *t[FSDPC_NODE_MAX_SAVED];
+} fsdpc_saved_list;
+fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg,
+                             const fsdpc_saved_list *saved, int n_in, fsdpc_tensor *const *inputs,
+                             int n_out, fsdpc_tensor *const *outputs);
 
 #endif

@@ -140,6 +140,13 @@ void fsdpc_tier_count_file(fsdpc_tier *tier, int64_t bytes)
     pthread_mutex_unlock(&tier->lock);
 }
 
+void fsdpc_tier_count_moved(fsdpc_tier *tier, bool read, uint64_t bytes)
+{
+    pthread_mutex_lock(&tier->lock);
+    *(read ? &tier->stats.read_bytes : &tier->stats.written_bytes) += bytes;
+    pthread_mutex_unlock(&tier->lock);
+}
+
 fsdpc_status fsdpc_tier_make_file(fsdpc_tier *tier, size_t bytes, int *fd_out)
 {
     bool direct;

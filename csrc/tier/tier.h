@@ -59,6 +59,7 @@ const char *fsdpc_tier_path(const fsdpc_tier *tier); /* for messages */
  * owns it. */
 fsdpc_status fsdpc_tier_make_file(fsdpc_tier *tier, size_t bytes, int *fd_out);
 void fsdpc_tier_count_file(fsdpc_tier *tier, int64_t bytes); /* created elsewhere, or gone */
+void fsdpc_tier_count_moved(fsdpc_tier *tier, bool read, uint64_t bytes); /* in such a file */
 
 typedef struct fsdpc_tier_stats {
     uint64_t file_bytes; /* reserved on the disk now */

@@ -1997,6 +1997,41 @@ class Tier:
         """Return the file size, the bytes read and written, and whether I/O bypasses the page
         cache."""
 
+class SavedTensors:
+    """A store of tensors that leave memory until backward; ``tier`` None makes a plan.
+
+    ``fraction`` of the arrays leave. ``begin`` and ``end`` enclose the forward of a unit whose
+    tensors belong to another library.
+    """
+
+    def __init__(self, tier: Tier | None, fraction: float = 1.0) -> None: ...
+    @property
+    def file_bytes(self) -> int:
+        """The size of the file."""
+    @property
+    def staging_bytes(self) -> int:
+        """The memory of the threads that read and write, if there is a file."""
+    def call(
+        self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return ``forward(*args, **kwargs)``, whose saved native tensors leave afterwards."""
+    def begin(self) -> None:
+        """Release the memory of tensors that were being written, and write those of the forward
+        that ended last."""
+    def end(self, unit: str, owner: Any) -> SavedSet:
+        """Return the set of a forward's tensors.
+
+        ``owner.arrays()`` lists addresses and bytes, ``leave`` receives which of them leave,
+        ``release`` frees these, ``restore`` returns their new addresses, and ``settle`` receives
+        whether they have been restored.
+        """
+
+class SavedSet:
+    """The saved tensors of one forward."""
+
+    def need(self) -> None:
+        """Bring the tensors back into memory, and begin to read those that left before."""
+
 #: (file or None, params, masters, states, gradients, fraction of the latter three): which arrays
 #: are in a file; ("host", ...): in host memory next to a GPU.
 Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]

@@ -356,7 +356,7 @@ static void test_nested_backward(void)
     journal[0] = 0;
     nested_state state = {matrix(1, 1, 7, true)};
     fsdpc_tensor *x = matrix(1, 1, 5, true), *y = matrix(1, 1, 35, false), *z;
-    CHECK_OK(fsdpc_op_custom(tape, &ops, &state, false, 1, &x, 1, &y));
+    CHECK_OK(fsdpc_op_custom(tape, &ops, &state, NULL, 1, &x, 1, &y));
     CHECK(y->requires_grad);
     CHECK_OK(fsdpc_op_binary(tape, FSDPC_BINARY_MUL, y, state.w, &z));
     CHECK_OK(fsdpc_tape_backward(tape, z, NULL, false));

@@ -41,9 +41,20 @@ static void tier_dealloc(PyObject *object)
     fsdpc_py_free(object);
 }
 
-int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *out)
+int fsdpc_py_tier_parse(PyObject *module, PyObject *object, fsdpc_tier **out)
 {
     const fsdpc_py_state *state = PyModule_GetState(module);
+    bool given = object != Py_None;
+    if (given && !Py_IS_TYPE(object, (PyTypeObject *)state->tier_type)) {
+        PyErr_Format(PyExc_TypeError, "expected a Tier, got %.100s", Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    *out = given ? ((py_tier *)object)->tier : NULL;
+    return 0;
+}
+
+int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *out)
+{
     PyObject *tier;
     int params, masters, states, gradients;
     if (!object || object == Py_None)
@@ -52,11 +63,8 @@ int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *ou
                                                     &states, &gradients, &out->part))
         return -1;
     out->host = PyUnicode_Check(tier);
-    if (tier != Py_None && !out->host && !Py_IS_TYPE(tier, (PyTypeObject *)state->tier_type)) {
-        PyErr_Format(PyExc_TypeError, "expected a Tier, got %.100s", Py_TYPE(tier)->tp_name);
+    if (!out->host && fsdpc_py_tier_parse(module, tier, &out->tier) < 0)
         return -1;
-    }
-    out->tier = tier == Py_None || out->host ? NULL : ((py_tier *)tier)->tier;
     out->params = params != 0;
     out->masters = masters != 0;
     out->states = states != 0;

@@ -6,6 +6,10 @@
  * also passes gradients directly to the parameters that fn reads, so the node is created even if no
  * argument requires grad.
  *
+ * The node saves the tensor arguments, so a change in place before backward is an error and they
+ * may leave memory (nn/saved_tensors.h). Parameters stay Python objects, because a unit gives them
+ * other memory in the meantime.
+ *
  * Tensors are recognised among args and the values of kwargs, not inside containers. Both runs of
  * fn must return the same tensor or tuple of tensors; other values in the tuple pass through.
  */
@@ -14,8 +18,10 @@
 
 typedef struct checkpoint {
     fsdpc_py_state *state;
-    PyObject *fn, *values; /* a tuple of arguments, keyword arguments last */
-    PyObject *names;       /* a tuple, or NULL */
+    PyObject *fn, *values;  /* a tuple of arguments, keyword arguments last */
+    int8_t *saved_at;       /* for each, the slot of the node that saves it; -1: none */
+    fsdpc_saved_list saved; /* not owned after the node has them */
+    PyObject *names;        /* a tuple, or NULL */
     uint64_t seed, first_stream;
     uint64_t ran_at; /* the tape's next_number after fn had run */
 } checkpoint;
@@ -27,16 +33,20 @@ static void checkpoint_release(void *arg)
     Py_XDECREF(c->fn);
     Py_XDECREF(c->values);
     Py_XDECREF(c->names);
+    PyMem_Free(c->saved_at);
     PyMem_Free(c);
     PyGILState_Release(gil);
 }
 
 /* ---- arguments ---- */
 
-/* Creates a leaf over the same memory and stores it in `leaves`. */
-static PyObject *leaf_of(checkpoint *c, PyObject *object, fsdpc_tensor **leaves, int *n_io)
+/* Returns argument i with a leaf over the same memory, which it stores in `leaves`, for a
+ * tensor. */
+static PyObject *leaf_of(checkpoint *c, Py_ssize_t i, fsdpc_tensor **leaves, int *n_io)
 {
-    fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, object), *leaf;
+    PyObject *object = PyTuple_GET_ITEM(c->values, i);
+    int slot = c->saved_at[i];
+    fsdpc_tensor *t = slot < 0 ? fsdpc_py_tensor_peek(NULL, object) : c->saved.t[slot], *leaf;
     if (!t)
         return Py_NewRef(object);
     fsdpc_status status = fsdpc_tensor_detach(t, &leaf);
@@ -53,7 +63,7 @@ static PyObject *call_on_leaves(checkpoint *c, fsdpc_tensor **leaves, int *n_io)
     Py_ssize_t n = PyTuple_GET_SIZE(c->values), n_names = c->names ? PyTuple_GET_SIZE(c->names) : 0;
     PyObject *values = PyTuple_New(n);
     for (Py_ssize_t i = 0; values && i < n; i++)
-        fsdpc_py_put(&values, i, leaf_of(c, PyTuple_GET_ITEM(c->values, i), leaves, n_io));
+        fsdpc_py_put(&values, i, leaf_of(c, i, leaves, n_io));
     if (!values)
         return NULL;
     PyObject *result =
@@ -72,6 +82,37 @@ static int tensor_arguments(const checkpoint *c, fsdpc_tensor **out)
             out[n++] = t;
     }
     return n;
+}
+
+/* Makes leaves of the tensors that the node is to save, in place of the Python objects. */
+static fsdpc_status save_arguments(checkpoint *c)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c->values); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, PyTuple_GET_ITEM(c->values, i));
+        c->saved_at[i] = -1;
+        bool parameter = t && (t->guard.check || (t->requires_grad && !t->node));
+        if (!t || !t->storage || parameter || c->saved.n == FSDPC_NODE_MAX_SAVED)
+            continue;
+        fsdpc_tensor *leaf;
+        FSDPC_TRY(fsdpc_tensor_detach(t, &leaf));
+        leaf->requires_grad = t->requires_grad;
+        c->saved_at[i] = (int8_t)c->saved.n;
+        c->saved.t[c->saved.n++] = leaf;
+    }
+    return FSDPC_OK;
+}
+
+static void drop_arguments(checkpoint *c)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c->values); i++) {
+        if (c->saved_at[i] >= 0) {
+            PyObject *object = PyTuple_GET_ITEM(c->values, i);
+            PyTuple_SET_ITEM(c->values, i, Py_NewRef(Py_None));
+            Py_DECREF(object);
+        }
+    }
+    for (int i = 0; i < c->saved.n; i++)
+        fsdpc_tensor_release(c->saved.t[i]);
 }
 
 /* ---- results ---- */
@@ -230,10 +271,11 @@ static PyObject *join(checkpoint *c, PyObject *result)
     fsdpc_tensor **fresh = inputs + n_in;
     n_in = tensor_arguments(c, inputs);
     int n = detach_outputs(result, fresh);
-    fsdpc_status status = FSDPC_ERR_CALLBACK;
-    if (n >= 0)
-        status =
-            fsdpc_op_custom(state->runtime.tape, &checkpoint_ops, c, true, n_in, inputs, n, fresh);
+    fsdpc_status status = n < 0 ? FSDPC_ERR_CALLBACK : save_arguments(c);
+    if (status == FSDPC_OK)
+        status = fsdpc_op_custom(state->runtime.tape, &checkpoint_ops, c, &c->saved, n_in, inputs,
+                                 n, fresh);
+    drop_arguments(c);
     if (status == FSDPC_OK) {
         joined = rebuild_result(state, result, fresh);
     } else {
@@ -265,12 +307,13 @@ PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module))
     *c = (checkpoint){.state = state,
                       .fn = Py_NewRef(args[0]),
                       .values = PyTuple_New(n),
+                      .saved_at = PyMem_Calloc((size_t)n + 1, 1),
                       .names = Py_XNewRef(keywords),
                       .seed = tape->seed,
                       .first_stream = tape->next_stream};
     for (Py_ssize_t i = 0; c->values && i < n; i++)
         PyTuple_SET_ITEM(c->values, i, Py_NewRef(args[1 + i]));
-    if (c->values) {
+    if (c->values && c->saved_at) {
         tape->grad_enabled = false;
         result = PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, keywords);
         tape->grad_enabled = true;

@@ -259,7 +259,7 @@ FSDPC_PY_FUNCTION_OP(custom)
     fsdpc_status status = detach_all(n_out, outputs, fresh);
     if (status == FSDPC_OK)
         status =
-            fsdpc_op_custom(state->runtime.tape, &custom_ops, c, false, n_in, inputs, n_out, fresh);
+            fsdpc_op_custom(state->runtime.tape, &custom_ops, c, NULL, n_in, inputs, n_out, fresh);
     if (status == FSDPC_OK) {
         result = wrap_all(state, n_out, fresh);
     } else {

@@ -1,0 +1,271 @@
+/* The schedule of saved tensors, and where each set is in the file.
+ *
+ *     HERE -> LEAVING -> AWAY -> RETURNING -> BACK
+ *
+ * A backward that needs a set early takes the short way: one that has not begun to leave stays, and
+ * writing one is cancelled. Both are then BACK, with the memory that they had.
+ *
+ * Sets that are not in memory form a list in the order in which they left, from which backward
+ * takes the newest first. Each has a part of the file, at the lowest offset that is free. If every
+ * backward follows its forward, this is a stack, whose height in the first step is the file's size
+ * in all steps.
+ */
+#include "tier/saved.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/size.h"
+#include "tier/saved_internal.h"
+
+struct fsdpc_saved {
+    _Atomic int refs;
+    fsdpc_saved_disk *disk; /* NULL: a plan */
+    double part;
+    uint64_t file_bytes;
+    uint64_t seen;            /* arrays offered since no set was alive */
+    fsdpc_saved_set *last;    /* whose forward ended last; not owned, nor are those below */
+    fsdpc_saved_set *leaving; /* being written */
+    fsdpc_saved_set *newest;  /* of the sets with a part of the file */
+};
+
+fsdpc_status fsdpc_saved_open(fsdpc_tier *tier, fsdpc_mem *mem, double part, fsdpc_saved **out)
+{
+    fsdpc_saved *saved = calloc(1, sizeof *saved);
+    if (!saved)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a store of saved tensors");
+    saved->refs = 1;
+    saved->part = part;
+    fsdpc_status status = tier ? fsdpc_saved_disk_open(tier, mem, &saved->disk) : FSDPC_OK;
+    if (status != FSDPC_OK)
+        free(saved);
+    else
+        *out = saved;
+    return status;
+}
+
+fsdpc_saved *fsdpc_saved_acquire(fsdpc_saved *saved)
+{
+    atomic_fetch_add_explicit(&saved->refs, 1, memory_order_relaxed);
+    return saved;
+}
+
+void fsdpc_saved_release(fsdpc_saved *saved)
+{
+    /* acq_rel: the last holder sees all of the others' writes. */
+    if (!saved || atomic_fetch_sub_explicit(&saved->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    fsdpc_saved_disk_close(saved->disk);
+    free(saved);
+}
+
+uint64_t fsdpc_saved_file_bytes(const fsdpc_saved *saved)
+{
+    return saved->file_bytes;
+}
+
+/* ---- The file ---- */
+
+/* Gives a set the lowest part of the file that is free, and makes it the newest. */
+static fsdpc_status place(fsdpc_saved *saved, fsdpc_saved_set *set)
+{
+    uint64_t at = 0;
+    for (bool moved = true; moved;) { /* until no other set is in the way */
+        moved = false;
+        for (const fsdpc_saved_set *other = saved->newest; other; other = other->older)
+            if (at < other->offset + other->bytes && other->offset < at + set->bytes) {
+                at = other->offset + other->bytes;
+                moved = true;
+            }
+    }
+    if (at + set->bytes > saved->file_bytes) {
+        if (saved->disk)
+            FSDPC_TRY(fsdpc_saved_disk_grow(saved->disk, saved->file_bytes, at + set->bytes));
+        saved->file_bytes = at + set->bytes;
+    }
+    set->offset = at;
+    set->older = saved->newest;
+    if (set->older)
+        set->older->newer = set;
+    saved->newest = set;
+    return FSDPC_OK;
+}
+
+static void take_out(fsdpc_saved *saved, fsdpc_saved_set *set)
+{
+    if (set->older)
+        set->older->newer = set->newer;
+    if (set->newer)
+        set->newer->older = set->older;
+    if (saved->newest == set)
+        saved->newest = set->older;
+    set->older = set->newer = NULL;
+}
+
+/* ---- Forward ---- */
+
+static fsdpc_status start(fsdpc_saved_set *set, bool reads)
+{
+    set->state = reads ? FSDPC_SAVED_RETURNING : FSDPC_SAVED_LEAVING;
+    return set->saved->disk ? fsdpc_saved_disk_start(set->saved->disk, set, reads) : FSDPC_OK;
+}
+
+static fsdpc_status wait_for(fsdpc_saved_set *set)
+{
+    return set->saved->disk ? fsdpc_saved_disk_wait(set->saved->disk, set) : FSDPC_OK;
+}
+
+static void cancel(fsdpc_saved_set *set)
+{
+    if (set->saved->disk)
+        fsdpc_saved_disk_cancel(set->saved->disk, set);
+}
+
+/* Keeps a set in memory from now on. */
+static void stay(fsdpc_saved_set *set, bool restored)
+{
+    if (set->n > 0)
+        set->ops->settle(set->arg, restored);
+    set->state = FSDPC_SAVED_BACK;
+}
+
+static fsdpc_status leave(fsdpc_saved *saved, fsdpc_saved_set *set)
+{
+    fsdpc_status status = set->ops->collect(set->arg, set);
+    if (status == FSDPC_OK && set->failed)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the list of saved tensors");
+    if (status == FSDPC_OK && set->n > 0)
+        status = place(saved, set);
+    if (status != FSDPC_OK || set->n == 0) {
+        stay(set, false);
+        return status;
+    }
+    saved->leaving = set;
+    return start(set, false);
+}
+
+fsdpc_status fsdpc_saved_begin(fsdpc_saved *saved)
+{
+    fsdpc_saved_set *gone = saved->leaving, *last = saved->last;
+    if (!saved->newest && !last)
+        saved->seen = 0;
+    if (gone) {
+        FSDPC_TRY(wait_for(gone));
+        gone->ops->release(gone->arg);
+        gone->state = FSDPC_SAVED_AWAY;
+        saved->leaving = NULL;
+    }
+    saved->last = NULL;
+    return last ? leave(saved, last) : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_saved_end(fsdpc_saved *saved, const char *unit, const fsdpc_saved_ops *ops,
+                             void *arg, fsdpc_saved_set **out)
+{
+    fsdpc_saved_set *set = calloc(1, sizeof *set);
+    if (!set)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the saved tensors of unit '%s'", unit);
+    set->refs = 1;
+    set->saved = fsdpc_saved_acquire(saved);
+    set->ops = ops;
+    set->arg = arg;
+    snprintf(set->unit, sizeof set->unit, "%s", unit);
+    saved->last = set;
+    *out = set;
+    return FSDPC_OK;
+}
+
+bool fsdpc_saved_add(fsdpc_saved_set *set, void *memory, size_t bytes)
+{
+    if (bytes < FSDPC_SAVED_LEAST)
+        return false;
+    /* Evenly spread over the arrays, as many leave as the fraction says. */
+    double before = (double)set->saved->seen * set->saved->part, after = before + set->saved->part;
+    set->saved->seen++;
+    if ((uint64_t)before == (uint64_t)after)
+        return false;
+    if (set->n == set->room) {
+        size_t room = set->room ? 2 * set->room : 16;
+        fsdpc_saved_array *grown = realloc(set->arrays, room * sizeof *grown);
+        if (!grown) {
+            set->failed = true;
+            return false;
+        }
+        set->arrays = grown;
+        set->room = room;
+    }
+    uint32_t *crcs = malloc((bytes + FSDPC_SAVED_CHUNK - 1) / FSDPC_SAVED_CHUNK * sizeof *crcs);
+    set->failed = set->failed || !crcs;
+    if (!crcs)
+        return false;
+    set->arrays[set->n++] =
+        (fsdpc_saved_array){.memory = memory, .bytes = bytes, .offset = set->bytes, .crcs = crcs};
+    set->bytes += fsdpc_round_up(bytes, FSDPC_TIER_PAGE);
+    return true;
+}
+
+/* ---- Backward ---- */
+
+static fsdpc_status bring(fsdpc_saved_set *set)
+{
+    void **memory = malloc(set->n * sizeof *memory);
+    if (!memory)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the saved tensors of unit '%s'",
+                          set->unit);
+    fsdpc_status status = set->ops->restore(set->arg, memory);
+    for (size_t i = 0; status == FSDPC_OK && i < set->n; i++)
+        set->arrays[i].memory = memory[i];
+    free(memory);
+    return status == FSDPC_OK ? start(set, true) : status;
+}
+
+fsdpc_status fsdpc_saved_need(fsdpc_saved_set *set)
+{
+    fsdpc_saved *saved = set->saved;
+    if (set->state == FSDPC_SAVED_BACK)
+        return FSDPC_OK;
+    fsdpc_saved_set *before = set->state == FSDPC_SAVED_HERE ? saved->newest : set->older;
+    if (set->state == FSDPC_SAVED_AWAY)
+        FSDPC_TRY(bring(set));
+    bool restored = set->state == FSDPC_SAVED_RETURNING;
+    if (restored)
+        FSDPC_TRY(wait_for(set));
+    else if (set->state == FSDPC_SAVED_LEAVING)
+        cancel(set);
+    saved->last = saved->last == set ? NULL : saved->last;
+    saved->leaving = saved->leaving == set ? NULL : saved->leaving;
+    take_out(saved, set);
+    stay(set, restored);
+    return before && before->state == FSDPC_SAVED_AWAY ? bring(before) : FSDPC_OK;
+}
+
+/* ---- Sets ---- */
+
+fsdpc_saved_set *fsdpc_saved_set_acquire(fsdpc_saved_set *set)
+{
+    atomic_fetch_add_explicit(&set->refs, 1, memory_order_relaxed);
+    return set;
+}
+
+void fsdpc_saved_set_release(fsdpc_saved_set *set)
+{
+    if (!set || atomic_fetch_sub_explicit(&set->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    fsdpc_saved *saved = set->saved;
+    cancel(set);
+    take_out(saved, set);
+    saved->last = saved->last == set ? NULL : saved->last;
+    saved->leaving = saved->leaving == set ? NULL : saved->leaving;
+    set->ops->destroy(set->arg);
+    for (size_t i = 0; i < set->n; i++)
+        free(set->arrays[i].crcs);
+    free(set->arrays);
+    free(set);
+    fsdpc_saved_release(saved);
+}
+
+void *fsdpc_saved_set_arg(const fsdpc_saved_set *set)
+{
+    return set->arg;
+}
