@@ -23,7 +23,7 @@ from fsdpc.monitor.loggers import read_words
 from fsdpc.optim import BY_NAME, Optimizer
 from fsdpc.optim.lr_scheduler import LRScheduler, schedule_by_name
 from fsdpc.sharding.mesh import DeviceMesh
-from fsdpc.sharding.offload import CLASSES, OffloadPolicy
+from fsdpc.sharding.offload import FIELDS, OffloadPolicy
 from fsdpc.sharding.rules import check_reshard
 from fsdpc.sharding.strategies import ShardingStrategy, apply_strategy
 
@@ -288,9 +288,9 @@ def _offload(text: str) -> OffloadPolicy:
         if name == "fraction":
             options[name] = value
             continue
-        if name not in CLASSES:
+        if name not in FIELDS:
             raise argparse.ArgumentTypeError(
-                f"'{part}': one of {', '.join(CLASSES)}, as in optimizer=disk:/var/tmp, or fraction"
+                f"'{part}': one of {', '.join(FIELDS)}, as in optimizer=disk:/var/tmp, or fraction"
             )
         options[name] = tier
         if path and options.setdefault("path", path) != path:

@@ -16,7 +16,7 @@ from fsdpc.optim.formats import as_format
 from fsdpc.optim.matrix import takes_muon
 from fsdpc.planning import memory_picture
 from fsdpc.planning.snapshot import Snapshot
-from fsdpc.sharding import rules
+from fsdpc.sharding import rules, saved
 from fsdpc.sharding.fsdp_module import FSDPModule
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import OffloadPolicy, planned
@@ -215,6 +215,7 @@ class _Question(NamedTuple):
     state_format: tuple[_core.dtype, int]
     ema: bool
     in_backward: bool
+    saved: tuple[int, int]  # for tensors that leave until backward: memory, bytes on a disk
 
     def ask(self, device: str, hosts: int, micro_steps: int) -> dict[str, Any]:
         """Return the fields of a plan: bytes by category, and messages between hosts."""
@@ -234,6 +235,7 @@ class _Question(NamedTuple):
             units = [unit._replace(specs=[spec[:3] for spec in unit.specs]) for unit in units]
             rows += [row for row in rows_of(units, 1, as_format(None)) if row[0] == "states"]
         found = dict.fromkeys(_CATEGORIES, 0)
+        found["staging"], found["file"] = self.saved
         if self.in_backward and min(self.mesh) > 1:
             raise NotImplementedError(f"step_in_backward with replicas of shards: {self.mesh}")
         if self.in_backward:
@@ -347,6 +349,12 @@ def memory_plan(
         units = _planned_units(model, plan, policy, strategy, offload_policy, rules_of)
     if strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM:
         units = [unit._replace(keep_grads=True) for unit in units]
+    activation, saved_bytes = None, (0, 0)
+    if batch_shape is not None:
+        leaves = _leaving(model, plan, offload_policy)
+        with saved.planning(leaves):
+            activation, _ = measure_step(model, tuple(batch_shape), mp_policy)
+        saved_bytes = saved.take_planned()
     world = group._world
     question = _Question(
         units=units,
@@ -361,10 +369,8 @@ def memory_plan(
         state_format=as_format(state_dtype),
         ema=ema,
         in_backward=step_in_backward,
+        saved=saved_bytes,
     )
-    activation = None
-    if batch_shape is not None:
-        activation, _ = measure_step(model, tuple(batch_shape), mp_policy)
     here = get_default_device()
     hosts = world.hosts if world is not None and world.size == replicate * shard else 1
     micro_steps = int(distributed.is_deterministic())
@@ -472,6 +478,20 @@ def _planned_units(
             )
         )
     return units
+
+
+def _leaving(model: Any, plan: Any, policy: OffloadPolicy | None) -> dict[Any, OffloadPolicy]:
+    """Return the modules of a plan whose saved tensors leave: those that enclose no other."""
+    if isinstance(model, FSDPModule):
+        return {}
+    find = plan if plan is None or callable(plan) else by_name(plan)
+    chosen = units_by(find, [model]) if find is not None else []
+    modules = {m: options.get("offload_policy", policy) for ms, options in chosen for m in ms}
+    moving = {m: own for m, own in modules.items() if saved.leaves(own)}
+    inner = {m: own for m, own in moving.items() if not {*list(m.modules())[1:]} & set(moving)}
+    if saved.leaves(policy) and not inner:
+        saved.refuse_outer("", model)
+    return inner
 
 
 def measure_step(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from fsdpc import _core
 from fsdpc.display import html
 from fsdpc.nn.module import refuse_fresh
 from fsdpc.sharding.rules import ShardedError, enclosing, name_units, outermost, units_of
+from fsdpc.sharding.saved import SavedTensors, refuse_outer
 
 
 class UnshardHandle:
@@ -54,6 +55,7 @@ class FSDPModule:
     _fsdpc_strategy: str
     _fsdpc_summoned = False
     _fsdpc_held = False
+    _fsdpc_saved: SavedTensors | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of the plain class, so a slice of a sharded Sequential is plain."""
@@ -71,7 +73,12 @@ class FSDPModule:
                 f"{type(self).__name__} was called inside summon_full_params(): its parameters "
                 "stand on private copies there; call it after"
             )
+        if self._fsdpc_saved is not None:
+            method = partial(self._fsdpc_leave, method)
         return unit.call(method, args, kwargs)
+
+    def _fsdpc_leave(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._fsdpc_saved.call(self._fsdpc_unit.name, method, args, kwargs)  # type: ignore[union-attr]
 
     def _repr_html_(self) -> str:
         """Return a picture of the parts that each rank owns, for display in notebooks."""
@@ -248,6 +255,8 @@ def make_root(module: Any) -> None:
     refuse_fresh(module, module.named_parameters())
     name_units(module)
     encloses = enclosing(module)
+    if module._fsdpc_saved is not None:
+        refuse_outer(module._fsdpc_unit.name, module)
     try:
         _core.make_root(list(encloses), list(encloses.values()))
     except MemoryError as error:

@@ -20,8 +20,10 @@ from fsdpc.sharding.fsdp_module import FSDPModule
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.policies import MixedPrecisionPolicy
+from fsdpc.sharding.saved import check_leaves, store_of
 from fsdpc.sharding.strategies import ShardingStrategy
 from fsdpc.sharding.wrap import WrapPolicy, by_name, check_names, units_by
+from fsdpc.tensors.device import get_default_device
 
 M = TypeVar("M", bound="Module | list[Module]")
 
@@ -177,8 +179,13 @@ def _make_unit(
             recipe.fill_unit(unit, i)
         p._recipe = None
     mark_inside(m for _, m in inside)
+    check_leaves(offload_policy, get_default_device())
+    store = store_of(offload_policy, where.comms[0].world_rank)
+    if any(getattr(d, "_fsdpc_saved", None) is not None for m in modules for d in m.modules()):
+        store = None  # units inside let their own leave
     for m in modules:
         m.__dict__["_fsdpc_unit"] = unit
+        m.__dict__["_fsdpc_saved"] = store
         m.__dict__["_fsdpc_strategy"] = where.strategy
         object.__setattr__(m, "__class__", rules.sharded_class(FSDPModule, type(m)))
     rules.enclose(modules, _FRONTEND)

@@ -11,8 +11,9 @@ from fsdpc import _core
 from fsdpc.tensors.device import get_default_device
 
 TIERS = ("device", "host", "disk")
-#: Array classes, named like a policy's fields.
+#: Classes of a unit's arrays, named like a policy's fields.
 CLASSES = ("params", "masters", "optimizer", "gradients")
+FIELDS = (*CLASSES, "activations")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,16 @@ class OffloadPolicy:
         Location of the gathered parameters, the gradient shards, the shards that an optimizer
         updates, and the states of fsdpc's optimizers. On CPUs "host" is the same as "device"; on
         GPUs it is pinned memory.
+    activations : {"device", "host", "disk"}, default "device"
+        Location of the tensors that a unit's forward saves for its backward. If the unit
+        recomputes (:func:`checkpoint_activations`), these are its inputs.
     path : path, optional
         A folder on one of this host's disks, required for "disk". Each rank creates an unnamed file
         there, which disappears when the process ends.
     fraction : float, default 1.0
         Fraction in (0, 1] of each disk class to offload; the first part of every unit stays in
-        memory. ``params`` are always offloaded completely.
+        memory. ``params`` are always offloaded completely. Of activations, it is the fraction of
+        the tensors.
 
     Raises
     ------
@@ -40,13 +45,18 @@ class OffloadPolicy:
     Notes
     -----
     ``fully_shard`` raises NotImplementedError for "disk" if ranks compute on GPUs, and for params
-    on the "host" if one rank owns all of them. Results are bitwise equal to a run without offload.
+    on the "host" if one rank owns all of them, and for activations if ranks compute on GPUs.
+    Results are bitwise equal to a run without offload.
     If masters and optimizer are both on the "host", the rank's CPU threads update them. With a
     disk, a step reads and writes masters and states once, in unit order and ahead of use, bypassing
     the page cache. Reads are verified by CRC-32C: if a disk returns wrong data, the run ends with
     an error. Parameters and gradients go through the page cache, without checksums. Such a step
     continues during the next forward, unit by unit; the first read of a value or state completes
     it.
+
+    Activations of a unit are written while the next unit's forward runs, and read while the next
+    unit's backward runs. Only tensors of at least 4 KiB leave, and only units inside the root that
+    enclose no other; the forward's last unit keeps its own.
     Source: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
 
     Examples
@@ -59,11 +69,12 @@ class OffloadPolicy:
     gradients: str = "device"
     masters: str = "device"
     optimizer: str = "device"
+    activations: str = "device"
     path: str | os.PathLike[str] | None = None
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in CLASSES:
+        for name in FIELDS:
             tier = getattr(self, name)
             if tier not in TIERS:
                 raise ValueError(f"{name}={tier!r}: a tier is one of {', '.join(TIERS)}")
@@ -81,7 +92,7 @@ class OffloadPolicy:
 
     def __str__(self) -> str:
         """Return this policy as the value of ``--offload`` in ``fsdpc train``."""
-        tiers = {name: getattr(self, name) for name in CLASSES}
+        tiers = {name: getattr(self, name) for name in FIELDS}
         text = ",".join(f"{name}={tier}" for name, tier in tiers.items() if tier != "device")
         text = text.replace("=disk", f"=disk:{self.path}", 1)  # one folder for all classes
         return text + (f",fraction={self.fraction:g}" if self.fraction != 1 else "")
@@ -97,7 +108,7 @@ class OffloadPolicy:
         return self._of("host")
 
     def _of(self, tier: str) -> tuple[str, ...]:
-        return tuple(name for name in CLASSES if getattr(self, name) == tier)
+        return tuple(name for name in FIELDS if getattr(self, name) == tier)
 
 
 _tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakValueDictionary()
@@ -105,7 +116,9 @@ _tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakV
 
 def planned(policy: Any, device: str) -> _core.Offload | None:
     """Convert a policy to the form that units expect, without a file; None if it has no effect."""
-    on_disk, on_host = getattr(policy, "on_disk", ()), getattr(policy, "on_host", ())
+    on_disk, on_host = (
+        set(getattr(policy, where, ())) & set(CLASSES) for where in ("on_disk", "on_host")
+    )
     if on_disk:
         return None, *(name in on_disk for name in CLASSES), float(policy.fraction)
     if on_host and device != "cpu":
@@ -121,7 +134,7 @@ def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
     """
     device = get_default_device()
     plan = planned(policy, device)
-    if device != "cpu" and plan is not None and policy.on_disk:
+    if device != "cpu" and plan is not None and plan[0] != "host":
         raise NotImplementedError(
             f"offload to 'disk' where ranks compute on {device}: it works only on CPUs"
         )
@@ -132,20 +145,25 @@ def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
         )
     if plan is None or plan[0] == "host":
         return plan
-    key = os.path.realpath(policy.path), comm.world_rank
+    return tier_of(policy, comm.world_rank), *plan[1:]
+
+
+def tier_of(policy: Any, rank: int) -> _core.Tier:
+    """Return a rank's file in a policy's folder, creating it at its first use."""
+    key = os.path.realpath(policy.path), rank
     tier = _tiers.get(key)
     if tier is None:
         tier = _tiers[key] = _core.Tier(*key)
-    return tier, *plan[1:]
+    return tier
 
 
 def words(policy: Any) -> str:
     """Return a line that ranks compare to check that their policies agree; folders may differ."""
-    plan = planned(policy, get_default_device())
-    if plan is None:
+    on_disk = getattr(policy, "on_disk", ())
+    if not on_disk and planned(policy, get_default_device()) is None:
         return ""
-    on_disk = f", on disk {policy.on_disk}, fraction={policy.fraction}"
-    return on_disk if policy.on_disk else f", on the host {policy.on_host}"
+    where = f", on disk {on_disk}, fraction={policy.fraction}"
+    return where if on_disk else f", on the host {policy.on_host}"
 
 
 def file_stats() -> dict[str, int]:

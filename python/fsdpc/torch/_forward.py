@@ -127,7 +127,12 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if outermost and not grad and not in_task:
         _remember(root, torch_unit)
     RUNNING.modules.append(module)
+    saving = None if in_task else root.saving
     try:
+        if saving is not None:
+            if outermost and grad:
+                saving.enter(state.unit.name)
+            saving.begin_unit(state)
         if state.cast_to is not None:
             args = _cast(args, state.cast_to)
             kwargs = _cast(kwargs, state.cast_to)
@@ -138,6 +143,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
             result = _cast(result, state.policy.output_dtype)
         if grad:
             _mark_outputs(marks, result, since)
+        if saving is not None:
+            saving.end_unit(state)
     except BaseException:
         if torch_unit.depth > 1 or (in_task and torch_unit.in_backward):
             torch_unit.leave()  # an enclosing forward may catch this and continue
@@ -148,6 +155,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         raise
     finally:
         RUNNING.modules.pop()
+        if saving is not None and outermost and saving.current is not None:
+            saving.leave()
     torch_unit.leave()
     if outermost:
         root.readable.hide()
