@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from fsdpc import _core
@@ -59,23 +60,27 @@ def checkpoint_activations(
             f"which must be 'all', a positive int, a ratio or a function, got {which!r}"
         )
     for module in chosen:
-        _wrap(module)
+        if wrapped_forward(module) is None:
+            replace_forward(module, _core.checkpoint)  # without gradients, a plain call
     return len(chosen)
 
 
-def _wrap(module: Module) -> None:
+def wrapped_forward(module: Any) -> Any:
+    """Return what replaces a module's own forward, as a partial, or None."""
     own = module.__dict__.get("forward")
-    drill = getattr(own, "inner", None)  # from faults.py; must stay outermost
-    if own is not None and (drill is None or not hasattr(drill[0], "__self__")):
-        return
-    forward = drill[0] if drill else module.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not _core.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return _core.checkpoint(forward, *args, **kwargs)
-
+    drill = getattr(own, "inner", None)  # from faults.py
     if drill:
-        drill[0] = recomputed
+        return None if hasattr(drill[0], "__self__") else drill[0]
+    return own
+
+
+def replace_forward(module: Any, wrapper: Callable[..., Any], *options: Any) -> None:
+    """Make a module call ``wrapper(*options, forward, *args, **kwargs)``.
+
+    A partial, unlike a closure, is copied and pickled with its module.
+    """
+    drill = getattr(module.__dict__.get("forward"), "inner", None)  # stays outermost
+    if drill:
+        drill[0] = partial(wrapper, *options, drill[0])
     else:
-        module.__dict__["forward"] = recomputed
+        module.__dict__["forward"] = partial(wrapper, *options, module.forward)
