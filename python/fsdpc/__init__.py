@@ -81,6 +81,7 @@ from fsdpc.sharding.mesh import DeviceMesh, init_device_mesh
 from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.policies import MixedPrecisionPolicy
 from fsdpc.sharding.strategies import ShardingStrategy
+from fsdpc.sharding.tiles import tile_tokens
 from fsdpc.tensors import cuda
 from fsdpc.tensors.creation import (
     arange,
@@ -198,8 +199,8 @@ __all__ = [
     "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
     "sharding_layout", "ShardingLayout", "ShardingStrategy", "show_config", "shutdown", "simulate",
     "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions", "summon_full_params",
-    "tensor", "Tensor", "training_cost", "TrainingCost", "TrainingStabilizer", "uint8",
-    "world_size", "wrap", "zeros", "zeros_like",
+    "tensor", "Tensor", "tile_tokens", "training_cost", "TrainingCost", "TrainingStabilizer",
+    "uint8", "world_size", "wrap", "zeros", "zeros_like",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from fsdpc.nn.module import Module
 from fsdpc.planning.memory_plan import measure_step
 from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.policies import MixedPrecisionPolicy
+from fsdpc.sharding.tiles import is_tiled
 
 _MOST_PARTS = 5  # of a block, whose sets are tried
 _LEAST = 0.05  # of what a whole block saves: parts that save less, as norms do, stay as they are
@@ -61,8 +62,8 @@ def fit_activations(
     Parameters
     ----------
     model : Module
-        A model with ``blocks()``, whose blocks are alike and recompute nothing yet. It may be
-        sharded or deferred.
+        A model with ``blocks()``, whose blocks are alike and recompute nothing yet, except in tiles
+        (:func:`fsdpc.tile_tokens`). It may be sharded or deferred.
     batch : tuple of int
         The shape of a micro-batch, (sequences, tokens) for language models.
     memory : float
@@ -93,7 +94,8 @@ def fit_activations(
     if not blocks:
         raise ValueError(f"fit_activations: {type(model).__name__} has no blocks()")
     names = {id(m): name for name, m in model.named_modules()}
-    busy = [names[id(m)] for b in blocks for m in b.modules() if "forward" in m.__dict__]
+    inside = [m for block in blocks for m in block.modules()]
+    busy = [names[id(m)] for m in inside if "forward" in m.__dict__ and not is_tiled(m)]
     if busy:
         raise ValueError(f"fit_activations: '{busy[0]}' recomputes already")
     search = _Search(model, blocks, tuple(batch), mp_policy)
@@ -188,4 +190,5 @@ def recomputing(modules: list[Module], which: Any = "all") -> Iterator[None]:
         yield
     finally:
         for module in modules if which is not None else ():
-            module.__dict__.pop("forward", None)
+            if not is_tiled(module):
+                module.__dict__.pop("forward", None)
