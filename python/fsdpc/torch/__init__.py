@@ -38,6 +38,7 @@ from fsdpc.torch.state_dict import (
     set_model_state_dict,
     summon_full_params,
 )
+from fsdpc.torch.tiles import tile_tokens
 
 backend.register()
 
@@ -51,8 +52,8 @@ __all__ = [
     "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "install",
     "linear_cross_entropy", "optim", "register_fsdp_forward_method", "set_model_state_dict",
     "set_optimizer_state_dict", "shard_by_plan", "share_comm_ctx", "sharded_grad_scaler",
-    "size_based_auto_wrap_policy", "summon_full_params", "transformer_auto_wrap_policy",
-    "uninstall", "use_kernels", "wrap",
+    "size_based_auto_wrap_policy", "summon_full_params", "tile_tokens",
+    "transformer_auto_wrap_policy", "uninstall", "use_kernels", "wrap",
 ]  # fmt: skip
 
 
