@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 import fsdpc
 from fsdpc import nn
+from fsdpc.cli import estimate, train_config
+from fsdpc.cli.train import make_model
 from fsdpc.models import GPT2, Llama, preset
 from fsdpc.sharding.tiles import is_tiled
 
@@ -146,6 +149,21 @@ def test_fitted() -> None:
     assert fsdpc.fit_activations(m, BATCH, most).peak <= most
     assert all(is_tiled(block.mlp) for block in m.blocks())
     assert all(map(np.array_equal, train(m), train(model(tokens=16))))
+
+
+def test_command_line(capsys: Any) -> None:
+    found = []
+    for more in ([], ["--tile-tokens", "64"]):
+        assert estimate.main(["--seq", "1024", "--batch", "1", "--dtype", "fp32", *more]) == 0
+        text = re.search(r"activation +([\d.]+) MiB", capsys.readouterr().out)
+        found.append(float(text[1]))  # type: ignore[index]
+    assert found[1] < 0.6 * found[0]
+    assert estimate.main(["--tile-tokens", "0"]) == 2
+    assert "--tile-tokens must be at least 1, got 0" in capsys.readouterr().err
+    options = train_config.parse(["--tile-tokens", "9", "--checkpoint-activations"])
+    options.model, options.preset = "llama", "2M"
+    assert all(is_tiled(block.mlp) for block in make_model(options).blocks())
+    assert train_config.kept_options(options)["tile_tokens"] == 9
 
 
 def test_what_is_refused() -> None:

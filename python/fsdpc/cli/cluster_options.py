@@ -61,7 +61,7 @@ def cluster_parser(
         "--quantize", choices=_core.weight_schemes, help="how it stores linear layers; needs --lora"
     )
     add_choice(model, "--optimizer", BY_NAME, "adamw", "optimizer")
-    p.set_defaults(lora_alpha=None, checkpoint_activations=None)
+    p.set_defaults(lora_alpha=None, checkpoint_activations=None, tile_tokens=None)
     return p
 
 
@@ -111,7 +111,7 @@ def rates_of(o: argparse.Namespace) -> dict[str, Any]:
 
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise ValueError for impossible cluster numbers, quoting each as the user wrote it."""
-    for name in ("hosts", "ranks_per_host", "batch", "seq", "accumulate", "lora"):
+    for name in ("hosts", "ranks_per_host", "batch", "seq", "accumulate", "lora", "tile_tokens"):
         value = getattr(options, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

@@ -54,6 +54,7 @@ from fsdpc.sharding.clip import clip_grad_norm_
 from fsdpc.sharding.fully_shard import fully_shard
 from fsdpc.sharding.mesh import init_device_mesh
 from fsdpc.sharding.policies import MixedPrecisionPolicy
+from fsdpc.sharding.tiles import tile_tokens
 from fsdpc.tensors.device import set_default_device
 from fsdpc.tensors.grad_mode import no_grad
 
@@ -185,6 +186,8 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
     with deferred_init():
         model = models.Llama(config) if options.model == "llama" else models.GPT2(config)
         train_pretrained.adapt(options, model)
+    if options.tile_tokens is not None:
+        tile_tokens([block.mlp for block in model.blocks()], options.tile_tokens)
     if options.checkpoint_activations:
         which = checkpoint_choice(options.checkpoint_activations)
         if isinstance(which, ActivationMemory):

@@ -40,7 +40,8 @@ FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "quantize",
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
     "min_lr_ratio", "ema", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
-    "deterministic", "stabilize", "data", "tokenizer", "vocab", "separate_documents", "init_from",
+    "tile_tokens", "deterministic", "stabilize", "data", "tokenizer", "vocab", "separate_documents",
+    "init_from",
 )  # fmt: skip
 
 _EPILOG = """\
@@ -225,7 +226,7 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_recompute_option(group: Any) -> None:
-    """Add the option for activation checkpointing."""
+    """Add the options for activation checkpointing and for tiles of tokens."""
     group.add_argument(
         "--checkpoint-activations",
         nargs="?",
@@ -233,6 +234,12 @@ def add_recompute_option(group: Any) -> None:
         metavar="WHICH",
         help="recompute blocks in backward: all, every N-th, a ratio like 0.5, or what "
         "makes activations fit in memory like 800MiB",
+    )
+    group.add_argument(
+        "--tile-tokens",
+        type=int,
+        metavar="N",
+        help="compute MLPs on N tokens at a time, and recompute them in backward",
     )
 
 
@@ -371,10 +378,10 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
 
 def check_values(options: argparse.Namespace) -> None:
     """Raise ValueError for values that are invalid on any machine."""
-    for name in ("batch", "seq", "accumulate", "vocab"):
+    for name in ("batch", "seq", "accumulate", "vocab", "tile_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     for name in ("steps", "sample", "seed", "eval_bytes"):
         if getattr(options, name) < 0:
             given = f"--{name.replace('_', '-')}"
