@@ -13,7 +13,7 @@ PAGES = {
     "pictures.md": 5,
     "serving.md": 3,
     "toolkit.md": 12,
-    "concepts/memory.md": 1,
+    "concepts/memory.md": 2,
     "concepts/schedule.md": 1,
     "concepts/strategies.md": 1,
 }
