@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -75,3 +77,11 @@ def test_nothing_is_recomputed_without_gradients() -> None:
 def test_choices_that_are_none(which: object) -> None:
     with pytest.raises(ValueError, match="'all', a positive int, a ratio or a function, got"):
         fsdpc.checkpoint_activations(blocks(1), which)
+
+
+def test_a_copy_recomputes_its_own_forward() -> None:
+    (layer,) = blocks(1)
+    fsdpc.checkpoint_activations([layer])
+    (twin,) = copy.deepcopy([layer])
+    train([twin])
+    assert (layer.runs, twin.runs) == (0, 2) and layer.feed.weight.grad is None
