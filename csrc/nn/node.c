@@ -9,8 +9,6 @@
 
 #include <stdlib.h>
 
-#include "nn/saved_tensors.h"
-
 fsdpc_node *fsdpc_node_acquire(fsdpc_node *node)
 {
     if (node)
@@ -30,7 +28,8 @@ static void node_drop(fsdpc_node *node, fsdpc_node **doomed)
 static void free_saved(fsdpc_node *node, fsdpc_node **doomed)
 {
     if (node->set)
-        fsdpc_saved_tensors_forget(node);
+        fsdpc_saved_forget(node->set, node);
+    node->set = NULL;
     for (int i = 0; i < FSDPC_NODE_MAX_SAVED; i++) {
         if (!node->saved[i])
             continue;

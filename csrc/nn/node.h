@@ -37,7 +37,7 @@ struct fsdpc_node {
     fsdpc_tensor *grad;   /* of the output, accumulated so far in the running backward */
     void *extra;          /* the operation's parameters; freed by ops->release */
     fsdpc_saved_set *set; /* owned; its saved tensors may leave memory; NULL: they stay */
-    size_t set_at;        /* for nn/offload.c */
+    size_t set_at;        /* for nn/saved_tensors.c */
     fsdpc_hook *hooks;
     uint64_t mark;    /* of the last walk that visited this node */
     fsdpc_node *next; /* while being freed */

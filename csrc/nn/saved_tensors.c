@@ -196,20 +196,19 @@ static void destroy(void *arg)
     free(set);
 }
 
-static const fsdpc_saved_ops region_ops = {collect, release, restore, settle, destroy};
-
-void fsdpc_saved_tensors_forget(fsdpc_node *node)
+/* A node frees its saved tensors: those that no other node of the set has are gone. */
+static void forget(void *arg, void *part)
 {
-    fsdpc_saved_set *set = node->set;
-    region_set *nodes = fsdpc_saved_set_arg(set);
-    for (size_t i = 0; i < nodes->n_tensors; i++)
-        for (int s = 0; nodes->tensors[i].t && s < FSDPC_NODE_MAX_SAVED; s++)
-            if (node->saved[s] == nodes->tensors[i].t && --nodes->tensors[i].uses == 0)
-                nodes->tensors[i].t = NULL;
-    node->set = NULL;
-    nodes->nodes[node->set_at] = NULL;
-    fsdpc_saved_set_release(set);
+    region_set *set = arg;
+    const fsdpc_node *node = part;
+    for (size_t i = 0; i < set->n_tensors; i++)
+        for (int s = 0; set->tensors[i].t && s < FSDPC_NODE_MAX_SAVED; s++)
+            if (node->saved[s] == set->tensors[i].t && --set->tensors[i].uses == 0)
+                set->tensors[i].t = NULL;
+    set->nodes[node->set_at] = NULL;
 }
+
+static const fsdpc_saved_ops region_ops = {collect, release, restore, settle, forget, destroy};
 
 /* ---- Regions ---- */
 

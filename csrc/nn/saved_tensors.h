@@ -23,7 +23,5 @@ fsdpc_status fsdpc_region_begin(fsdpc_tape *tape, fsdpc_saved *saved, fsdpc_regi
  * name. */
 fsdpc_status fsdpc_region_end(fsdpc_tape *tape, const fsdpc_region *region, const char *unit, int n,
                               fsdpc_tensor *const *outputs);
-/* Called when a node of a region frees its saved tensors. */
-void fsdpc_saved_tensors_forget(fsdpc_node *node);
 
 #endif

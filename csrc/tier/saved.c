@@ -1,4 +1,4 @@
-/* The schedule of saved tensors, and where each set is in the file.
+/* The schedule of saved tensors, and where each set is in the other place.
  *
  *     HERE -> LEAVING -> AWAY -> RETURNING -> BACK
  *
@@ -6,8 +6,8 @@
  * writing one is cancelled. Both are then BACK, with the memory that they had.
  *
  * Sets that are not in memory form a list in the order in which they left, from which backward
- * takes the newest first. Each has a part of the file, at the lowest offset that is free. If every
- * backward follows its forward, this is a stack, whose height in the first step is the file's size
+ * takes the newest first. Each has a part of the place, at the lowest offset that is free. If every
+ * backward follows its forward, this is a stack, whose height in the first step is the place's size
  * in all steps.
  */
 #include "tier/saved.h"
@@ -21,28 +21,28 @@
 
 struct fsdpc_saved {
     _Atomic int refs;
-    fsdpc_saved_disk *disk; /* NULL: a plan */
+    fsdpc_saved_mover *mover; /* NULL: a plan */
     double part;
-    uint64_t file_bytes;
-    uint64_t seen;            /* arrays offered since no set was alive */
-    fsdpc_saved_set *last;    /* whose forward ended last; not owned, nor are those below */
-    fsdpc_saved_set *leaving; /* being written */
-    fsdpc_saved_set *newest;  /* of the sets with a part of the file */
+    uint64_t away_bytes;
+    uint64_t seen;         /* arrays offered since no set was alive */
+    fsdpc_saved_set *last; /* whose forward ended last; not owned, nor are those below */
+    fsdpc_saved_set *leaving;
+    fsdpc_saved_set *newest; /* of the sets with a part of the place */
 };
 
-fsdpc_status fsdpc_saved_open(fsdpc_tier *tier, fsdpc_mem *mem, double part, fsdpc_saved **out)
+fsdpc_status fsdpc_saved_open(fsdpc_saved_mover *mover, double part, fsdpc_saved **out)
 {
     fsdpc_saved *saved = calloc(1, sizeof *saved);
-    if (!saved)
+    if (!saved) {
+        if (mover)
+            mover->destroy(mover);
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a store of saved tensors");
+    }
     saved->refs = 1;
     saved->part = part;
-    fsdpc_status status = tier ? fsdpc_saved_disk_open(tier, mem, &saved->disk) : FSDPC_OK;
-    if (status != FSDPC_OK)
-        free(saved);
-    else
-        *out = saved;
-    return status;
+    saved->mover = mover;
+    *out = saved;
+    return FSDPC_OK;
 }
 
 fsdpc_saved *fsdpc_saved_acquire(fsdpc_saved *saved)
@@ -56,18 +56,19 @@ void fsdpc_saved_release(fsdpc_saved *saved)
     /* acq_rel: the last holder sees all of the others' writes. */
     if (!saved || atomic_fetch_sub_explicit(&saved->refs, 1, memory_order_acq_rel) != 1)
         return;
-    fsdpc_saved_disk_close(saved->disk);
+    if (saved->mover)
+        saved->mover->destroy(saved->mover);
     free(saved);
 }
 
-uint64_t fsdpc_saved_file_bytes(const fsdpc_saved *saved)
+uint64_t fsdpc_saved_away_bytes(const fsdpc_saved *saved)
 {
-    return saved->file_bytes;
+    return saved->away_bytes;
 }
 
-/* ---- The file ---- */
+/* ---- The place ---- */
 
-/* Gives a set the lowest part of the file that is free, and makes it the newest. */
+/* Gives a set the lowest part that is free, and makes it the newest. */
 static fsdpc_status place(fsdpc_saved *saved, fsdpc_saved_set *set)
 {
     uint64_t at = 0;
@@ -79,10 +80,10 @@ static fsdpc_status place(fsdpc_saved *saved, fsdpc_saved_set *set)
                 moved = true;
             }
     }
-    if (at + set->bytes > saved->file_bytes) {
-        if (saved->disk)
-            FSDPC_TRY(fsdpc_saved_disk_grow(saved->disk, saved->file_bytes, at + set->bytes));
-        saved->file_bytes = at + set->bytes;
+    if (at + set->bytes > saved->away_bytes) {
+        if (saved->mover)
+            FSDPC_TRY(saved->mover->grow(saved->mover, saved->away_bytes, at + set->bytes));
+        saved->away_bytes = at + set->bytes;
     }
     set->offset = at;
     set->older = saved->newest;
@@ -108,18 +109,20 @@ static void take_out(fsdpc_saved *saved, fsdpc_saved_set *set)
 static fsdpc_status start(fsdpc_saved_set *set, bool reads)
 {
     set->state = reads ? FSDPC_SAVED_RETURNING : FSDPC_SAVED_LEAVING;
-    return set->saved->disk ? fsdpc_saved_disk_start(set->saved->disk, set, reads) : FSDPC_OK;
+    fsdpc_saved_mover *mover = set->saved->mover;
+    return mover ? mover->start(mover, set, reads) : FSDPC_OK;
 }
 
 static fsdpc_status wait_for(fsdpc_saved_set *set)
 {
-    return set->saved->disk ? fsdpc_saved_disk_wait(set->saved->disk, set) : FSDPC_OK;
+    fsdpc_saved_mover *mover = set->saved->mover;
+    return mover ? mover->wait(mover, set) : FSDPC_OK;
 }
 
 static void cancel(fsdpc_saved_set *set)
 {
-    if (set->saved->disk)
-        fsdpc_saved_disk_cancel(set->saved->disk, set);
+    if (set->saved->mover)
+        set->saved->mover->cancel(set->saved->mover, set);
 }
 
 /* Keeps a set in memory from now on. */
@@ -265,7 +268,8 @@ void fsdpc_saved_set_release(fsdpc_saved_set *set)
     fsdpc_saved_release(saved);
 }
 
-void *fsdpc_saved_set_arg(const fsdpc_saved_set *set)
+void fsdpc_saved_forget(fsdpc_saved_set *set, void *part)
 {
-    return set->arg;
+    set->ops->forget(set->arg, part);
+    fsdpc_saved_set_release(set);
 }

@@ -1,23 +1,25 @@
 /* Saved tensors that leave memory in forward and come back in backward.
  *
  * What a unit's forward saves for its backward is a set of arrays. Backward uses the sets in
- * reverse order, so a store moves whole sets between memory and a disk, in this schedule:
+ * reverse order, so a store moves whole sets between memory and another place, in this schedule:
  *
- *     forward    the set of the unit that ended last stays in memory; the one before it is being
- *                written, while the next unit runs; all older ones are on the disk
- *     backward   the set in use is in memory; the one before it is being read
+ *     forward    the set of the unit that ended last stays in memory; the one before it is leaving,
+ *                while the next unit runs; all older ones are away
+ *     backward   the set in use is in memory; the one before it is returning
+ *
+ * The place is a disk (saved_disk.c) or, for a remote device, memory of the host (nn/saved_host.c).
  *
  * Every transition happens in a call of the owner: memory is released when the next forward begins
  * (fsdpc_saved_begin), and allocated when a backward needs a set (fsdpc_saved_need). A run
- * therefore uses the same memory whatever the speed of the disk is, and a plan that makes the same
+ * therefore uses the same memory whatever the speed of the copies is, and a plan that makes the same
  * calls counts the same bytes.
  *
  * The owner of a set knows the tensors, through fsdpc_saved_ops; the store sees arrays of bytes.
- * The store's file has no name and a CRC-32C of each chunk stays in memory, as for a tier.
+ * A file has no name, and a CRC-32C of each chunk stays in memory, as for a tier.
  *
  * Errors. The first failed read or write names the rank and the unit, and all later calls return
- * it. Threads: one thread at a time may use a store, which has its own threads for the disk. A
- * forked child must not use it.
+ * it. Threads: one thread at a time may use a store; a disk has its own threads. A forked child must
+ * not use it.
  */
 #ifndef FSDPC_TIER_SAVED_H
 #define FSDPC_TIER_SAVED_H
@@ -26,6 +28,9 @@
 
 typedef struct fsdpc_saved fsdpc_saved;
 typedef struct fsdpc_saved_set fsdpc_saved_set;
+
+/* Moves sets; saved_internal.h has its functions. */
+typedef struct fsdpc_saved_mover fsdpc_saved_mover;
 
 typedef struct fsdpc_saved_ops {
     /* The set is about to leave: calls fsdpc_saved_add for each array that may. */
@@ -37,16 +42,20 @@ typedef struct fsdpc_saved_ops {
     /* The arrays are in memory, and the set will not leave again; `restored` unless they never
      * left. */
     void (*settle)(void *arg, bool restored);
+    /* A part of the set, such as a node, frees its tensors; only called by fsdpc_saved_forget. */
+    void (*forget)(void *arg, void *part);
     void (*destroy)(void *arg);
 } fsdpc_saved_ops;
 
-/* `tier` is the file's folder; NULL: a plan, in which arrays have no contents. `part` (0 to 1) is
- * the fraction of the arrays that leave. */
-fsdpc_status fsdpc_saved_open(fsdpc_tier *tier, fsdpc_mem *mem, double part, fsdpc_saved **out);
+/* The store owns the mover, also on failure; NULL: a plan, in which arrays have no contents. `part`
+ * (0 to 1) is the fraction of the arrays that leave. */
+fsdpc_status fsdpc_saved_open(fsdpc_saved_mover *mover, double part, fsdpc_saved **out);
+/* Creates a file in the tier's folder. */
+fsdpc_status fsdpc_saved_disk_create(fsdpc_tier *tier, fsdpc_mem *mem, fsdpc_saved_mover **out);
 fsdpc_saved *fsdpc_saved_acquire(fsdpc_saved *saved);
 void fsdpc_saved_release(fsdpc_saved *saved); /* sets hold a reference too; NULL is fine */
-uint64_t fsdpc_saved_file_bytes(const fsdpc_saved *saved);
-size_t fsdpc_saved_staging_bytes(void); /* of a store with a file */
+uint64_t fsdpc_saved_away_bytes(const fsdpc_saved *saved); /* in the other place, at most */
+size_t fsdpc_saved_staging_bytes(void);                    /* of a disk */
 
 /* A unit's forward begins: releases the memory of the set being written, after waiting for the
  * disk, and begins to write the one that has ended. */
@@ -59,7 +68,8 @@ fsdpc_status fsdpc_saved_end(fsdpc_saved *saved, const char *unit, const fsdpc_s
 fsdpc_saved_set *fsdpc_saved_set_acquire(fsdpc_saved_set *set);
 /* The last holder's release drops the contents, wherever they are; NULL is fine. */
 void fsdpc_saved_set_release(fsdpc_saved_set *set);
-void *fsdpc_saved_set_arg(const fsdpc_saved_set *set);
+/* Releases the reference of a part of the set that frees its tensors. */
+void fsdpc_saved_forget(fsdpc_saved_set *set, void *part);
 /* Only in `collect`. Arrays of less than FSDPC_SAVED_LEAST bytes stay, as does the fraction that is
  * not to leave; returns whether this one leaves. */
 enum { FSDPC_SAVED_LEAST = 4096 };

@@ -17,8 +17,9 @@
 
 enum { THREADS = FSDPC_TIER_THREADS };
 
-struct fsdpc_saved_disk {
-    fsdpc_tier *tier; /* the folder, the hook, the statistics */
+typedef struct saved_disk {
+    fsdpc_saved_mover mover; /* first */
+    fsdpc_tier *tier;        /* the folder, the hook, the statistics */
     fsdpc_mem *mem;
     int fd;
     int64_t file_bytes;
@@ -32,7 +33,12 @@ struct fsdpc_saved_disk {
     fsdpc_saved_set *first; /* of the transfers, in order of their start */
     fsdpc_status status;
     char reason[640];
-};
+} saved_disk;
+
+static saved_disk *disk_of(fsdpc_saved_mover *mover)
+{
+    return (saved_disk *)mover;
+}
 
 typedef struct chunk {
     fsdpc_saved_set *set;
@@ -53,7 +59,7 @@ static bool finished(const fsdpc_saved_set *set)
 }
 
 /* Takes the next chunk of a transfer in this direction. */
-static bool next_chunk(fsdpc_saved_disk *disk, bool reads, chunk *out)
+static bool next_chunk(saved_disk *disk, bool reads, chunk *out)
 {
     fsdpc_saved_set *set = disk->first;
     while (set && (set->io.reads != reads || set->io.array == set->n))
@@ -72,7 +78,7 @@ static bool next_chunk(fsdpc_saved_disk *disk, bool reads, chunk *out)
     return true;
 }
 
-static fsdpc_status write_chunk(fsdpc_saved_disk *disk, const chunk *c, unsigned char *buffer)
+static fsdpc_status write_chunk(saved_disk *disk, const chunk *c, unsigned char *buffer)
 {
     size_t whole = fsdpc_round_up(c->bytes, FSDPC_TIER_PAGE);
     memcpy(buffer, c->array->memory + c->at, c->bytes);
@@ -82,7 +88,7 @@ static fsdpc_status write_chunk(fsdpc_saved_disk *disk, const chunk *c, unsigned
                            c->set->offset + c->array->offset + c->at);
 }
 
-static fsdpc_status read_chunk(fsdpc_saved_disk *disk, const chunk *c, unsigned char *buffer)
+static fsdpc_status read_chunk(saved_disk *disk, const chunk *c, unsigned char *buffer)
 {
     size_t whole = fsdpc_round_up(c->bytes, FSDPC_TIER_PAGE);
     FSDPC_TRY(fsdpc_fs_pread(&disk->tier->fs, disk->fd, disk->tier->path, buffer, whole,
@@ -98,7 +104,7 @@ static fsdpc_status read_chunk(fsdpc_saved_disk *disk, const chunk *c, unsigned 
     return FSDPC_OK;
 }
 
-static void move_chunk(fsdpc_saved_disk *disk, const chunk *c, unsigned char *buffer)
+static void move_chunk(saved_disk *disk, const chunk *c, unsigned char *buffer)
 {
     bool reads = c->set->io.reads;
     pthread_mutex_unlock(&disk->lock);
@@ -117,7 +123,7 @@ static void move_chunk(fsdpc_saved_disk *disk, const chunk *c, unsigned char *bu
 
 static void *disk_main(void *arg)
 {
-    fsdpc_saved_disk *disk = arg;
+    saved_disk *disk = arg;
     pthread_mutex_lock(&disk->lock);
     unsigned char *buffer = disk->buffers + (size_t)disk->n_named++ * FSDPC_SAVED_CHUNK;
     while (!disk->ending) {
@@ -131,9 +137,78 @@ static void *disk_main(void *arg)
     return NULL;
 }
 
+/* ---- Transfers ---- */
+
+static fsdpc_status disk_grow(fsdpc_saved_mover *mover, uint64_t from, uint64_t to)
+{
+    saved_disk *disk = disk_of(mover);
+    FSDPC_TRY(fsdpc_fs_reserve(&disk->tier->fs, disk->fd, disk->tier->path, from, to - from));
+    disk->file_bytes = (int64_t)to;
+    fsdpc_tier_count_file(disk->tier, (int64_t)(to - from));
+    return FSDPC_OK;
+}
+
+static void forget(saved_disk *disk, fsdpc_saved_set *set)
+{
+    fsdpc_saved_set **at = &disk->first;
+    while (*at && *at != set)
+        at = &(*at)->io.next;
+    if (*at)
+        *at = set->io.next;
+    set->io.active = false;
+}
+
+static fsdpc_status failure(const saved_disk *disk)
+{
+    return disk->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(disk->status, "%s", disk->reason);
+}
+
+static fsdpc_status disk_start(fsdpc_saved_mover *mover, fsdpc_saved_set *set, bool reads)
+{
+    saved_disk *disk = disk_of(mover);
+    FSDPC_TRY(fsdpc_tier_check_process(disk->tier));
+    pthread_mutex_lock(&disk->lock);
+    set->io = (fsdpc_saved_io){.reads = reads, .active = true};
+    fsdpc_saved_set **end = &disk->first;
+    while (*end)
+        end = &(*end)->io.next;
+    *end = set;
+    pthread_cond_broadcast(&disk->work);
+    fsdpc_status status = failure(disk);
+    pthread_mutex_unlock(&disk->lock);
+    return status;
+}
+
+static fsdpc_status disk_wait(fsdpc_saved_mover *mover, fsdpc_saved_set *set)
+{
+    saved_disk *disk = disk_of(mover);
+    FSDPC_TRY(fsdpc_tier_check_process(disk->tier));
+    pthread_mutex_lock(&disk->lock);
+    while (disk->status == FSDPC_OK && !finished(set))
+        pthread_cond_wait(&disk->done, &disk->lock);
+    fsdpc_status status = failure(disk);
+    if (status == FSDPC_OK)
+        forget(disk, set);
+    pthread_mutex_unlock(&disk->lock);
+    return status;
+}
+
+static void disk_cancel(fsdpc_saved_mover *mover, fsdpc_saved_set *set)
+{
+    saved_disk *disk = disk_of(mover);
+    if (!set->io.active || disk->tier->pid != getpid())
+        return;
+    pthread_mutex_lock(&disk->lock);
+    set->io.array = set->n; /* no thread takes another chunk */
+    while (!finished(set))
+        pthread_cond_wait(&disk->done, &disk->lock);
+    forget(disk, set);
+    pthread_mutex_unlock(&disk->lock);
+}
+
 /* ---- Opening and closing ---- */
 
-static fsdpc_status start_threads(fsdpc_saved_disk *disk)
+static fsdpc_status start_threads(saved_disk *disk)
 {
     size_t bytes = fsdpc_saved_staging_bytes();
     void *buffers;
@@ -147,31 +222,9 @@ static fsdpc_status start_threads(fsdpc_saved_disk *disk)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_saved_disk_open(fsdpc_tier *tier, fsdpc_mem *mem, fsdpc_saved_disk **out)
+static void disk_destroy(fsdpc_saved_mover *mover)
 {
-    fsdpc_saved_disk *disk = calloc(1, sizeof *disk);
-    if (!disk)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a store of saved tensors");
-    disk->tier = fsdpc_tier_acquire(tier);
-    disk->mem = mem;
-    disk->fd = -1;
-    pthread_mutex_init(&disk->lock, NULL);
-    pthread_cond_init(&disk->work, NULL);
-    pthread_cond_init(&disk->done, NULL);
-    fsdpc_status status = fsdpc_tier_make_file(tier, 0, &disk->fd);
-    if (status == FSDPC_OK)
-        status = start_threads(disk);
-    if (status != FSDPC_OK)
-        fsdpc_saved_disk_close(disk);
-    else
-        *out = disk;
-    return status;
-}
-
-void fsdpc_saved_disk_close(fsdpc_saved_disk *disk)
-{
-    if (!disk)
-        return;
+    saved_disk *disk = disk_of(mover);
     if (disk->tier->pid == getpid()) { /* a forked child does not have the threads */
         pthread_mutex_lock(&disk->lock);
         disk->ending = true;
@@ -193,67 +246,24 @@ void fsdpc_saved_disk_close(fsdpc_saved_disk *disk)
     free(disk);
 }
 
-fsdpc_status fsdpc_saved_disk_grow(fsdpc_saved_disk *disk, uint64_t from, uint64_t to)
+fsdpc_status fsdpc_saved_disk_create(fsdpc_tier *tier, fsdpc_mem *mem, fsdpc_saved_mover **out)
 {
-    FSDPC_TRY(fsdpc_fs_reserve(&disk->tier->fs, disk->fd, disk->tier->path, from, to - from));
-    disk->file_bytes = (int64_t)to;
-    fsdpc_tier_count_file(disk->tier, (int64_t)(to - from));
-    return FSDPC_OK;
-}
-
-/* ---- Transfers ---- */
-
-static void forget(fsdpc_saved_disk *disk, fsdpc_saved_set *set)
-{
-    fsdpc_saved_set **at = &disk->first;
-    while (*at && *at != set)
-        at = &(*at)->io.next;
-    if (*at)
-        *at = set->io.next;
-    set->io.active = false;
-}
-
-static fsdpc_status failure(const fsdpc_saved_disk *disk)
-{
-    return disk->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(disk->status, "%s", disk->reason);
-}
-
-fsdpc_status fsdpc_saved_disk_start(fsdpc_saved_disk *disk, fsdpc_saved_set *set, bool reads)
-{
-    FSDPC_TRY(fsdpc_tier_check_process(disk->tier));
-    pthread_mutex_lock(&disk->lock);
-    set->io = (fsdpc_saved_io){.reads = reads, .active = true};
-    fsdpc_saved_set **end = &disk->first;
-    while (*end)
-        end = &(*end)->io.next;
-    *end = set;
-    pthread_cond_broadcast(&disk->work);
-    fsdpc_status status = failure(disk);
-    pthread_mutex_unlock(&disk->lock);
-    return status;
-}
-
-fsdpc_status fsdpc_saved_disk_wait(fsdpc_saved_disk *disk, fsdpc_saved_set *set)
-{
-    FSDPC_TRY(fsdpc_tier_check_process(disk->tier));
-    pthread_mutex_lock(&disk->lock);
-    while (disk->status == FSDPC_OK && !finished(set))
-        pthread_cond_wait(&disk->done, &disk->lock);
-    fsdpc_status status = failure(disk);
+    saved_disk *disk = calloc(1, sizeof *disk);
+    if (!disk)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a store of saved tensors");
+    disk->mover = (fsdpc_saved_mover){disk_grow, disk_start, disk_wait, disk_cancel, disk_destroy};
+    disk->tier = fsdpc_tier_acquire(tier);
+    disk->mem = mem;
+    disk->fd = -1;
+    pthread_mutex_init(&disk->lock, NULL);
+    pthread_cond_init(&disk->work, NULL);
+    pthread_cond_init(&disk->done, NULL);
+    fsdpc_status status = fsdpc_tier_make_file(tier, 0, &disk->fd);
     if (status == FSDPC_OK)
-        forget(disk, set);
-    pthread_mutex_unlock(&disk->lock);
+        status = start_threads(disk);
+    if (status != FSDPC_OK)
+        disk_destroy(&disk->mover);
+    else
+        *out = &disk->mover;
     return status;
-}
-
-void fsdpc_saved_disk_cancel(fsdpc_saved_disk *disk, fsdpc_saved_set *set)
-{
-    if (!set->io.active || disk->tier->pid != getpid())
-        return;
-    pthread_mutex_lock(&disk->lock);
-    set->io.array = set->n; /* no thread takes another chunk */
-    while (!finished(set))
-        pthread_cond_wait(&disk->done, &disk->lock);
-    forget(disk, set);
-    pthread_mutex_unlock(&disk->lock);
 }

@@ -1,4 +1,4 @@
-/* Internal definitions that saved.c and saved_disk.c share. */
+/* Internal definitions that saved.c and the movers share. */
 #ifndef FSDPC_TIER_SAVED_INTERNAL_H
 #define FSDPC_TIER_SAVED_INTERNAL_H
 
@@ -7,17 +7,17 @@
 
 typedef enum fsdpc_saved_state {
     FSDPC_SAVED_HERE,    /* in memory, and may still leave */
-    FSDPC_SAVED_LEAVING, /* being written */
+    FSDPC_SAVED_LEAVING, /* being copied */
     FSDPC_SAVED_AWAY,
-    FSDPC_SAVED_RETURNING, /* being read */
+    FSDPC_SAVED_RETURNING, /* being copied back */
     FSDPC_SAVED_BACK,      /* in memory, and stays */
 } fsdpc_saved_state;
 
 typedef struct fsdpc_saved_array {
     unsigned char *memory;
     size_t bytes;
-    uint64_t offset; /* in the set's part of the file */
-    uint32_t *crcs;  /* of its chunks */
+    uint64_t offset; /* in the set's part of the place */
+    uint32_t *crcs;  /* of its chunks in a file */
 } fsdpc_saved_array;
 
 /* The progress of a set's transfer; guarded by the disk's lock. */
@@ -37,22 +37,22 @@ struct fsdpc_saved_set {
     fsdpc_saved_state state;
     fsdpc_saved_array *arrays;
     size_t n, room;
-    uint64_t bytes, offset;         /* in the file */
-    fsdpc_saved_set *older, *newer; /* among the sets with a part of the file */
+    uint64_t bytes, offset;         /* in the place */
+    fsdpc_saved_set *older, *newer; /* among the sets with a part of it */
     bool failed;                    /* out of memory while arrays were added */
-    fsdpc_saved_io io;
+    fsdpc_saved_io io;              /* of a disk */
+    void *copied;                   /* of host memory: an event */
 };
 
-typedef struct fsdpc_saved_disk fsdpc_saved_disk;
-
-fsdpc_status fsdpc_saved_disk_open(fsdpc_tier *tier, fsdpc_mem *mem, fsdpc_saved_disk **out);
-void fsdpc_saved_disk_close(fsdpc_saved_disk *disk);
-/* Reserves blocks, so that a full disk is an error before anything is written. */
-fsdpc_status fsdpc_saved_disk_grow(fsdpc_saved_disk *disk, uint64_t from, uint64_t to);
-fsdpc_status fsdpc_saved_disk_start(fsdpc_saved_disk *disk, fsdpc_saved_set *set, bool reads);
-fsdpc_status fsdpc_saved_disk_wait(fsdpc_saved_disk *disk, fsdpc_saved_set *set);
-/* Returns once no thread uses the set's memory. */
-void fsdpc_saved_disk_cancel(fsdpc_saved_disk *disk, fsdpc_saved_set *set);
+struct fsdpc_saved_mover {
+    /* Makes the place larger; a full disk is an error here, before anything is written. */
+    fsdpc_status (*grow)(fsdpc_saved_mover *mover, uint64_t from, uint64_t to);
+    fsdpc_status (*start)(fsdpc_saved_mover *mover, fsdpc_saved_set *set, bool reads);
+    fsdpc_status (*wait)(fsdpc_saved_mover *mover, fsdpc_saved_set *set);
+    /* Afterwards nothing uses the set's memory; it may not have been moved at all. */
+    void (*cancel)(fsdpc_saved_mover *mover, fsdpc_saved_set *set);
+    void (*destroy)(fsdpc_saved_mover *mover);
+};
 
 enum { FSDPC_SAVED_CHUNK = 1 << 20 }; /* bytes */
 

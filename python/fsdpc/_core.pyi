@@ -1998,16 +1998,16 @@ class Tier:
         cache."""
 
 class SavedTensors:
-    """A store of tensors that leave memory until backward; ``tier`` None makes a plan.
+    """A store of tensors that leave memory until backward, for a file or the "host" of a GPU.
 
-    ``fraction`` of the arrays leave. ``begin`` and ``end`` enclose the forward of a unit whose
-    tensors belong to another library.
+    ``place`` None makes a plan. ``fraction`` of the arrays leave. ``begin`` and ``end`` enclose
+    the forward of a unit whose tensors belong to another library.
     """
 
-    def __init__(self, tier: Tier | None, fraction: float = 1.0) -> None: ...
+    def __init__(self, place: Tier | str | None, fraction: float = 1.0) -> None: ...
     @property
-    def file_bytes(self) -> int:
-        """The size of the file."""
+    def away_bytes(self) -> int:
+        """The size of the file, or of the host's memory."""
     @property
     def staging_bytes(self) -> int:
         """The memory of the threads that read and write, if there is a file."""

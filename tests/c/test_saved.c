@@ -1,5 +1,5 @@
 /* Sets of saved tensors: what comes back is what left, and memory follows the calls, not the disk. */
-#include "tier/saved.h"
+#include "tier/saved_internal.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -35,7 +35,9 @@ static fsdpc_saved *store_with(faults *f, double part)
     if (f)
         config.fs = (fsdpc_fs){.hook = hook, .arg = f};
     CHECK_OK(fsdpc_tier_open(&config, &tier));
-    CHECK_OK(fsdpc_saved_open(tier, mem, part, &saved));
+    fsdpc_saved_mover *disk = NULL;
+    CHECK_OK(fsdpc_saved_disk_create(tier, mem, &disk));
+    CHECK_OK(fsdpc_saved_open(disk, part, &saved));
     fsdpc_tier_release(tier);
     return saved;
 }
@@ -49,7 +51,13 @@ typedef struct owner {
     unsigned char *arrays[ARRAYS];
     bool left[ARRAYS];
     bool settled, restored;
+    void *forgotten;
 } owner;
+
+static const owner *set_owner(const fsdpc_saved_set *set)
+{
+    return set->arg;
+}
 
 static int alive; /* arrays in memory */
 
@@ -111,7 +119,12 @@ static void destroy(void *arg)
     free(o);
 }
 
-static const fsdpc_saved_ops ops = {collect, release, restore, settle, destroy};
+static void forget(void *arg, void *part)
+{
+    ((owner *)arg)->forgotten = part;
+}
+
+static const fsdpc_saved_ops ops = {collect, release, restore, settle, forget, destroy};
 
 static fsdpc_status forward(fsdpc_saved *saved, int number, fsdpc_saved_set **out)
 {
@@ -133,7 +146,7 @@ static fsdpc_status forward(fsdpc_saved *saved, int number, fsdpc_saved_set **ou
 
 static bool whole(const fsdpc_saved_set *set)
 {
-    const owner *o = fsdpc_saved_set_arg(set);
+    const owner *o = set_owner(set);
     for (int i = 0; i < ARRAYS; i++)
         for (size_t at = 0; at < sizes[i]; at++)
             if (!o->arrays[i] || o->arrays[i][at] != byte_of(o->number, i, at))
@@ -156,7 +169,7 @@ static void test_the_schedule(bool plan)
 {
     fsdpc_saved *saved = plan ? NULL : store_with(NULL, 1);
     if (plan)
-        CHECK_OK(fsdpc_saved_open(NULL, mem, 1, &saved));
+        CHECK_OK(fsdpc_saved_open(NULL, 1, &saved));
     for (int step = 0; step < 3; step++) {
         fsdpc_saved_set *sets[SETS];
         for (int i = 0; i < SETS; i++) {
@@ -167,12 +180,12 @@ static void test_the_schedule(bool plan)
             CHECK_OK(fsdpc_saved_need(sets[i]));
             CHECK_OK(fsdpc_saved_need(sets[i]));
             CHECK(plan || whole(sets[i]));
-            const owner *o = fsdpc_saved_set_arg(sets[i]);
+            const owner *o = set_owner(sets[i]);
             CHECK(o->restored == (i < SETS - 2));
             CHECK(alive == ARRAYS * (i > 0 ? 2 : 1));
             fsdpc_saved_set_release(sets[i]);
         }
-        CHECK(alive == 0 && fsdpc_saved_file_bytes(saved) == (SETS - 1) * set_bytes());
+        CHECK(alive == 0 && fsdpc_saved_away_bytes(saved) == (SETS - 1) * set_bytes());
     }
     fsdpc_saved_release(saved);
 }
@@ -188,10 +201,12 @@ static void test_backward_at_once(void)
         CHECK_OK(fsdpc_saved_need(i % 2 ? first : second));
         CHECK_OK(fsdpc_saved_need(i % 2 ? second : first));
         CHECK(whole(first) && whole(second));
-        const owner *o = fsdpc_saved_set_arg(first);
+        const owner *o = set_owner(first);
         CHECK(!o->restored);
         CHECK_OK(fsdpc_saved_begin(saved));
         CHECK(whole(first) && alive == 2 * ARRAYS);
+        fsdpc_saved_forget(fsdpc_saved_set_acquire(first), second);
+        CHECK(set_owner(first)->forgotten == second);
         fsdpc_saved_set_release(first);
         fsdpc_saved_set_release(second);
     }
@@ -211,7 +226,7 @@ static void test_graphs_that_are_dropped(void)
         for (int i = 0; i < SETS; i++)
             fsdpc_saved_set_release(sets[round % 2 ? i : SETS - 1 - i]);
         CHECK(alive == 0);
-        CHECK(fsdpc_saved_file_bytes(saved) == (SETS - 1) * set_bytes());
+        CHECK(fsdpc_saved_away_bytes(saved) == (SETS - 1) * set_bytes());
     }
     fsdpc_saved_release(saved);
 }
@@ -241,7 +256,7 @@ static void test_a_fraction(void)
         fsdpc_saved_set *sets[3];
         for (int i = 0; i < 3; i++)
             CHECK_OK(forward(saved, i, &sets[i]));
-        const owner *first = fsdpc_saved_set_arg(sets[0]), *second = fsdpc_saved_set_arg(sets[1]);
+        const owner *first = set_owner(sets[0]), *second = set_owner(sets[1]);
         CHECK(!first->left[0] && first->left[1] && !first->left[2]); /* the 2nd, 4th and 6th */
         CHECK(second->left[0] && !second->left[1] && second->left[2]);
         for (int i = 2; i >= 0; i--) {

@@ -221,6 +221,58 @@ def planned(_: str) -> list[Any]:
     return result
 
 
+class Deep(fsdpc.nn.Module):
+    """Blocks whose activations have several KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = fsdpc.nn.ModuleList(
+            fsdpc.nn.Sequential(fsdpc.nn.RMSNorm(48), fsdpc.nn.Linear(48, 96), fsdpc.nn.GELU(),
+                                fsdpc.nn.Dropout(0.2), fsdpc.nn.Linear(96, 48))
+            for _ in range(5)
+        )
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        return (x * x).mean()
+
+
+def activations(_: str) -> list[Any]:
+    """Losses, gradients and peaks with activations on the host, and without; the plan's peaks."""
+    found, peaks = [], []
+    for recomputes in (False, True):
+        for where in (None, fsdpc.OffloadPolicy(activations="host")):
+            gc.collect()
+            before = fsdpc.memory_stats()
+            fsdpc.manual_seed(5)
+            model = Deep()
+            if recomputes:
+                fsdpc.checkpoint_activations(model.blocks)
+            for unit in (*model.blocks, model):
+                fsdpc.fully_shard(unit, offload_policy=where)
+            rng = np.random.default_rng(fsdpc.rank())
+            seen = []
+            fsdpc.manual_seed(6)
+            for step in range(3):
+                x = fsdpc.tensor(rng.standard_normal((64, 48)).astype(np.float32))
+                fsdpc.reset_peak_memory_stats()
+                losses = [model(x) for _ in range(1 + step % 2)]
+                for loss in losses:
+                    loss.backward()
+                    seen.append(float(loss))
+                del loss, losses
+                if step == 0:
+                    after = fsdpc.memory_stats()
+            found.append([seen, [p.grad.numpy().tobytes().hex() for p in model.parameters()]])
+            plan = fsdpc.memory_plan(model, batch_shape=(64, 48))
+            peaks.append([after["pinned_bytes"] - before["pinned_bytes"], plan.pinned,
+                          after["activation_peak_bytes"] - before["activation_bytes"],
+                          plan.activation])
+            del model, unit, x
+    return [differing(*found[:2]), differing(*found[2:]), peaks]
+
+
 def averages(_: str) -> list[Any]:
     """Which places give other averages, losses inside swap() or bits after it; held as planned?"""
     found, held = [], []
@@ -266,6 +318,11 @@ def refused(folder: str) -> list[str]:
     model, optimizer = made("both")
     train(model, optimizer, 2)
     attempt(lambda: fsdpc.graph_step(model, optimizer).__enter__())
+    units = [fsdpc.fully_shard(fsdpc.nn.Linear(3, 3), offload_policy=on_host) for on_host in (
+        fsdpc.OffloadPolicy(activations="host"), None)]  # fmt: skip
+    deep = fsdpc.fully_shard(fsdpc.nn.Sequential(*units))
+    attempt(lambda: fsdpc.graph_step(deep, optimizer))
+    attempt(lambda: shard(activations="disk", path=folder))
     return [*said, offload.words(policy("both"))]
 
 

@@ -65,6 +65,18 @@ def test_plan_is_the_peak(nccl: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("world", ["1", "2"])
+def test_activations(environment_of: EnvironmentOf, world: str) -> None:
+    """The device's bits, and the plan's bytes: what leaves is in pinned memory."""
+    for kept, recomputed, peaks in ranks(environment_of(world), "activations", world):
+        assert kept == recomputed == []
+        for pinned, plan, peak, planned in peaks:
+            assert pinned == plan and peak == planned
+        held = [peak for _, _, peak, _ in peaks]
+        assert held[1] < held[0] / 1.5 and held[3] < held[2]
+        assert [pinned > 0 for pinned, *_ in peaks] == [False, True] * 2
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
 def test_averages(environment_of: EnvironmentOf, world: str) -> None:
     for found in ranks(environment_of(world), "averages", world):
         assert found == [[], True]
@@ -78,6 +90,8 @@ def test_what_cannot_be_is_refused(nccl: dict[str, str], tmp_path: Path) -> None
             "NotImplementedError: offload to 'disk' where ranks compute on cuda: it works only on",
             "MismatchError: ",
             "NotImplementedError: ",
+            "NotImplementedError: graph_step() with activations of unit",
+            "NotImplementedError: activations='disk' where ranks compute on cuda: they can be on",
             ", on the host ('masters', 'optimizer')",
         ], strict=True):
             assert line.startswith(begins), said

@@ -1,4 +1,4 @@
-"""Saved tensors on disks that are full or forget, and ranks that die: named, and nothing is left."""
+"""Saved tensors on disks that fail, and ranks that die: named, and nothing is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import fsdpc
-
 from tests.dist.test_saved_tensors import batch, build, policy_of
 
 from .common import die, full_bytes, raised, run

@@ -7,6 +7,7 @@
 #include "bind/engine/tier.h"
 #include "bind/walk.h"
 
+#include "nn/saved_host.h"
 #include "nn/saved_tensors.h"
 
 typedef struct py_saved {
@@ -20,19 +21,29 @@ typedef struct py_set {
 
 static PyObject *saved_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    FSDPC_PY_KEYWORDS(names, "tier", "fraction");
-    PyObject *tier_object;
+    FSDPC_PY_KEYWORDS(names, "place", "fraction");
+    PyObject *place;
     double fraction = 1;
     fsdpc_tier *tier = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|d", names, &tier_object, &fraction) ||
-        fsdpc_py_tier_parse(PyType_GetModule(type), tier_object, &tier) < 0)
-        return NULL;
     const fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
-    py_saved *self = runtime ? (py_saved *)type->tp_alloc(type, 0) : NULL;
+    if (!runtime || !PyArg_ParseTupleAndKeywords(args, kwargs, "O|d", names, &place, &fraction))
+        return NULL;
+    bool on_host = PyUnicode_Check(place);
+    if (!on_host && fsdpc_py_tier_parse(PyType_GetModule(type), place, &tier) < 0)
+        return NULL;
+    py_saved *self = (py_saved *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
-    self->tier = tier ? Py_NewRef(tier_object) : NULL;
-    if (fsdpc_py_check(fsdpc_saved_open(tier, runtime->mem, fraction, &self->saved)) < 0)
+    self->tier = tier ? Py_NewRef(place) : NULL;
+    fsdpc_saved_mover *mover = NULL;
+    fsdpc_status status = FSDPC_OK;
+    if (on_host)
+        status = fsdpc_saved_host_create(runtime->device, &mover);
+    else if (tier)
+        status = fsdpc_saved_disk_create(tier, runtime->mem, &mover);
+    if (status == FSDPC_OK)
+        status = fsdpc_saved_open(mover, fraction, &self->saved);
+    if (fsdpc_py_check(status) < 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -181,8 +192,8 @@ static void owner_destroy(void *arg)
     PyGILState_Release(gil);
 }
 
-static const fsdpc_saved_ops owner_ops = {owner_collect, owner_release, owner_restore, owner_settle,
-                                          owner_destroy};
+static const fsdpc_saved_ops owner_ops = {owner_collect, owner_release, owner_restore,
+                                          owner_settle,  NULL,          owner_destroy};
 
 static PyObject *saved_begin(PyObject *object, PyObject *Py_UNUSED(unused))
 {
@@ -227,8 +238,8 @@ static void set_dealloc(PyObject *object)
 
 /* ---- The types ---- */
 
-FSDPC_PY_GETTER(saved_file_bytes,
-                PyLong_FromUnsignedLongLong(fsdpc_saved_file_bytes(((py_saved *)object)->saved)))
+FSDPC_PY_GETTER(saved_away_bytes,
+                PyLong_FromUnsignedLongLong(fsdpc_saved_away_bytes(((py_saved *)object)->saved)))
 
 FSDPC_PY_GETTER(saved_staging_bytes, PyLong_FromSize_t(fsdpc_saved_staging_bytes()))
 
@@ -240,7 +251,7 @@ static PyMethodDef saved_methods[] = {
 };
 
 static PyGetSetDef saved_getset[] = {
-    FSDPC_PY_ATTRIBUTE(SavedTensors, file_bytes, saved_file_bytes, NULL),
+    FSDPC_PY_ATTRIBUTE(SavedTensors, away_bytes, saved_away_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(SavedTensors, staging_bytes, saved_staging_bytes, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };

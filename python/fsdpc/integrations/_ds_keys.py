@@ -90,10 +90,10 @@ KEYS: dict[str, Key] = {
     "communication_data_type": _used('"fp32", "bf16" or "fp16": dtype of gradients in transit'),
     "dataloader_drop_last": _used("for the returned loader"),
     "activation_checkpointing.partition_activations": _refused(
-        "`torch.utils.checkpoint` keeps whole activations"
+        "it splits them over tensor-parallel ranks, and `torch.utils.checkpoint` keeps whole ones"
     ),
     "activation_checkpointing.cpu_checkpointing": _refused(
-        "on CPUs activations are in host memory anyway"
+        "on CPUs they are in host memory; `OffloadPolicy` has `activations=\"disk\"`"
     ),
     "activation_checkpointing.contiguous_memory_optimization": _nothing("the allocator decides"),
     "activation_checkpointing.number_checkpoints": _nothing(

@@ -215,7 +215,7 @@ class _Question(NamedTuple):
     state_format: tuple[_core.dtype, int]
     ema: bool
     in_backward: bool
-    saved: tuple[int, int]  # for tensors that leave until backward: memory, bytes on a disk
+    saved: dict[str, int]  # for tensors that leave until backward
 
     def ask(self, device: str, hosts: int, micro_steps: int) -> dict[str, Any]:
         """Return the fields of a plan: bytes by category, and messages between hosts."""
@@ -235,7 +235,7 @@ class _Question(NamedTuple):
             units = [unit._replace(specs=[spec[:3] for spec in unit.specs]) for unit in units]
             rows += [row for row in rows_of(units, 1, as_format(None)) if row[0] == "states"]
         found = dict.fromkeys(_CATEGORIES, 0)
-        found["staging"], found["file"] = self.saved
+        found.update(self.saved)
         if self.in_backward and min(self.mesh) > 1:
             raise NotImplementedError(f"step_in_backward with replicas of shards: {self.mesh}")
         if self.in_backward:
@@ -349,7 +349,7 @@ def memory_plan(
         units = _planned_units(model, plan, policy, strategy, offload_policy, rules_of)
     if strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM:
         units = [unit._replace(keep_grads=True) for unit in units]
-    activation, saved_bytes = None, (0, 0)
+    activation, saved_bytes = None, dict[str, int]()
     if batch_shape is not None:
         leaves = _leaving(model, plan, offload_policy)
         with saved.planning(leaves):

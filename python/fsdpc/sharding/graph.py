@@ -176,6 +176,11 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
             f"graph_step() takes a sharded model, got {type(model).__name__}: call fully_shard() "
             "on it first"
         )
+    moving = [m for m in model.modules() if getattr(m, "_fsdpc_saved", None) is not None]
+    if moving:
+        raise NotImplementedError(
+            f"graph_step() with activations of unit '{moving[0]._fsdpc_unit.name}' on the host"
+        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"graph_step() takes an optimizer of fsdpc.optim, got {type(optimizer).__name__}"

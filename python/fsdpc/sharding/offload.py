@@ -45,8 +45,8 @@ class OffloadPolicy:
     Notes
     -----
     ``fully_shard`` raises NotImplementedError for "disk" if ranks compute on GPUs, and for params
-    on the "host" if one rank owns all of them, and for activations if ranks compute on GPUs.
-    Results are bitwise equal to a run without offload.
+    on the "host" if one rank owns all of them. ``fsdpc.torch`` raises it for activations if ranks
+    compute on GPUs. Results are bitwise equal to a run without offload.
     If masters and optimizer are both on the "host", the rank's CPU threads update them. With a
     disk, a step reads and writes masters and states once, in unit order and ahead of use, bypassing
     the page cache. Reads are verified by CRC-32C: if a disk returns wrong data, the run ends with
@@ -54,7 +54,7 @@ class OffloadPolicy:
     continues during the next forward, unit by unit; the first read of a value or state completes
     it.
 
-    Activations of a unit are written while the next unit's forward runs, and read while the next
+    Activations of a unit leave while the next unit's forward runs, and return while the next
     unit's backward runs. Only tensors of at least 4 KiB leave, and only units inside the root that
     enclose no other; the forward's last unit keeps its own.
     Source: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).

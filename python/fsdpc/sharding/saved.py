@@ -10,58 +10,60 @@ from typing import Any, NoReturn
 
 from fsdpc import _core
 from fsdpc.sharding.offload import OffloadPolicy, tier_of
+from fsdpc.tensors.device import get_default_device
 
 
 class SavedTensors:
-    """A rank's store on a disk, which the units of one policy share."""
+    """A rank's store on a disk or a GPU's host, which the units of one policy share."""
 
-    def __init__(self, core: _core.SavedTensors, fraction: float) -> None:
-        self.core = core
-        self.fraction = fraction
+    def __init__(self, place: _core.Tier | str, fraction: float) -> None:
+        self.core = _core.SavedTensors(place, fraction)
+        self.planned = isinstance(place, str), fraction
 
     def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit's forward, and let what it saved leave when the next one begins."""
-        core = _planned_store(self.fraction) if _core.in_dry_run() else self.core
+        core = _planned_store(*self.planned) if _core.in_dry_run() else self.core
         return core.call(unit, forward, args, kwargs)
 
 
 _stores: weakref.WeakValueDictionary[tuple[str, int, float], SavedTensors] = (
     weakref.WeakValueDictionary()
 )
-_planned: dict[float, _core.SavedTensors] = {}  # of the running dry run, by fraction
+#: Those of the running dry run, by whether they are on a host, and fraction.
+_planned: dict[tuple[bool, float], _core.SavedTensors] = {}
 
 
 def store_of(policy: Any, rank: int) -> SavedTensors | None:
-    """Return the store of a policy that keeps activations on a disk; otherwise None."""
+    """Return the store of a policy whose activations leave; otherwise None."""
     if not leaves(policy):
         return None
-    key = (os.path.realpath(policy.path), rank, float(policy.fraction))
+    on_host = policy.activations == "host"
+    key = "" if on_host else os.path.realpath(policy.path), rank, float(policy.fraction)
     store = _stores.get(key)
     if store is None:
-        core = _core.SavedTensors(tier_of(policy, rank), key[2])
-        store = _stores[key] = SavedTensors(core, key[2])
+        place = "host" if on_host else tier_of(policy, rank)
+        store = _stores[key] = SavedTensors(place, key[2])
     return store
 
 
 def leaves(policy: Any) -> bool:
-    """Return whether activations leave this process's memory; "host" is where CPUs compute."""
-    return "activations" in getattr(policy, "on_disk", ())
+    """Return whether activations leave the memory of this process's device."""
+    place = getattr(policy, "activations", "device")
+    return place == "disk" or (place == "host" and get_default_device() != "cpu")
 
 
 def check_leaves(policy: Any, device: str) -> None:
     """Raise if activations cannot go where a policy puts them."""
-    if policy is not None and getattr(policy, "activations", "device") != "device":
-        if device != "cpu":
-            raise NotImplementedError(
-                f"activations={policy.activations!r} where ranks compute on {device}: they leave "
-                "only CPU memory, for a disk"
-            )
+    if device != "cpu" and getattr(policy, "activations", "device") == "disk":
+        raise NotImplementedError(
+            f"activations='disk' where ranks compute on {device}: they can be on the 'host'"
+        )
 
 
 def refuse_outer(unit: str, module: Any) -> NoReturn:
     """Raise because only a unit without units inside has a policy that moves activations."""
     raise ValueError(
-        f"activations of unit '{unit}' ({type(module).__name__}) on a disk: they leave when the "
+        f"activations of unit '{unit}' ({type(module).__name__}) cannot leave: they do when the "
         "forward of the next unit begins, so shard the blocks inside it as units with this "
         "offload_policy"
     )
@@ -70,17 +72,23 @@ def refuse_outer(unit: str, module: Any) -> NoReturn:
 # ---- plans ----
 
 
-def _planned_store(fraction: float) -> _core.SavedTensors:
-    if fraction not in _planned:
-        _planned[fraction] = _core.SavedTensors(None, fraction)
-    return _planned[fraction]
+def _planned_store(on_host: bool, fraction: float) -> _core.SavedTensors:
+    key = on_host, fraction
+    if key not in _planned:
+        _planned[key] = _core.SavedTensors(None, fraction)
+    return _planned[key]
 
 
-def take_planned() -> tuple[int, int]:
-    """Return the bytes in memory and on the disk of the last dry run's stores, and forget them."""
-    stores = list(_planned.values())
+def take_planned() -> dict[str, int]:
+    """Return the bytes of the last dry run's stores by category of a plan, and forget them."""
+    stores = list(_planned.items())
     _planned.clear()
-    return sum(s.staging_bytes for s in stores), sum(s.file_bytes for s in stores)
+    on_disk = [store for (on_host, _), store in stores if not on_host]
+    return {
+        "staging": sum(store.staging_bytes for store in on_disk),
+        "file": sum(store.away_bytes for store in on_disk),
+        "pinned": sum(store.away_bytes for (on_host, _), store in stores if on_host),
+    }
 
 
 @contextmanager
@@ -88,7 +96,8 @@ def planning(modules: dict[Any, OffloadPolicy]) -> Iterator[None]:
     """Let the saved tensors of modules that are not sharded leave, for a dry run."""
     own = {m: m.__dict__.get("forward") for m in modules}
     for m, policy in modules.items():
-        m.__dict__["forward"] = _leaving(m.forward, float(policy.fraction))
+        on_host = policy.activations == "host"
+        m.__dict__["forward"] = _leaving(m.forward, on_host, float(policy.fraction))
     try:
         yield
     finally:
@@ -99,8 +108,10 @@ def planning(modules: dict[Any, OffloadPolicy]) -> Iterator[None]:
                 m.__dict__["forward"] = forward
 
 
-def _leaving(forward: Callable[..., Any], fraction: float) -> Callable[..., Any]:
+def _leaving(
+    forward: Callable[..., Any], on_host: bool, fraction: float
+) -> Callable[..., Any]:
     def leaving(*args: Any, **kwargs: Any) -> Any:
-        return _planned_store(fraction).call("", forward, args, kwargs)
+        return _planned_store(on_host, fraction).call("", forward, args, kwargs)
 
     return leaving

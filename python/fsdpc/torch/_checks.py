@@ -170,6 +170,11 @@ def as_offload(policy: Any) -> Any:
             "offload_policy takes an OffloadPolicy or a CPUOffloadPolicy, got "
             f"{type(policy).__name__}: {policy!r:.60}"
         )
+    if not _device.on_cpu() and getattr(policy, "activations", "device") != "device":
+        raise NotImplementedError(
+            f"activations={policy.activations!r} where torch computes on GPUs: wrap blocks in torch's "
+            "offload_wrapper, inside fully_shard"
+        )
     if not hasattr(policy, "pin_memory"):
         return policy
     if not _device.on_cpu() and not policy.pin_memory:

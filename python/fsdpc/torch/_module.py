@@ -12,7 +12,6 @@ from torch import nn
 
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.sharding import fsdp_module, offload, rules
-from fsdpc.sharding.saved import check_leaves
 from fsdpc.sharding.strategies import replicated_mesh
 from fsdpc.torch import _compiled, _convert, _device, _forward, _fsdp2, _initialise
 from fsdpc.torch._checks import (
@@ -401,7 +400,6 @@ def fully_shard(
     ]
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
-    check_leaves(offload_policy, "cpu" if _device.on_cpu() else "cuda")
     given = as_mesh(mesh)  # joins the other ranks
     if dp_mesh_dims is not None and not dp_mesh_dims.shard_names:
         given = replicated_mesh(given)
@@ -446,8 +444,7 @@ def fully_shard(
         m.__class__ = rules.sharded_class(FSDPModule, type(m), *_fsdp2.torch_bases(FSDPModule))
         _fsdp2.register(m, state)
     rules.enclose(modules, _FRONTEND)
-    moved = getattr(offload_policy, "on_disk", ())
-    if hasattr(offload_policy, "pin_memory") and not moved and _device.on_cpu():
+    if hasattr(offload_policy, "pin_memory") and not offload_policy.on_disk and _device.on_cpu():
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
     watch(state, inside)
     keep_ranks_together(state, inside)

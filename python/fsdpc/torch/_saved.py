@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fsdpc import _core
-from fsdpc.sharding.saved import SavedTensors
+from fsdpc.sharding.saved import SavedTensors, leaves, refuse_outer, store_of
 
 _users = torch._C._storage_Use_Count
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -184,3 +184,26 @@ class Saving:
 
 def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     return saved if isinstance(saved, torch.Tensor) else saved.restored()
+
+
+def saving_of(states: list[Any]) -> Saving | None:
+    """Return the store for the units that let activations leave: those that enclose no other."""
+    own = [s for s in states if leaves(s.recipe.offload)]
+    moving = {id(m) for s in own for m in s.modules}
+    inner = [
+        s
+        for s in own
+        if s is not states[0]
+        and not any(id(d) in moving for m in s.modules for d in list(m.modules())[1:])
+    ]
+    if not own:
+        return None
+    if not inner:
+        refuse_outer(own[0].unit.name, own[0].modules[0])
+    stores = {store_of(s.recipe.offload, s.comms[0].world_rank) for s in inner}
+    if len(stores) > 1:
+        raise ValueError(
+            f"activations of units '{inner[0].unit.name}' and others go to different folders or in "
+            "different fractions: give all units of a model one offload_policy"
+        )
+    return Saving(stores.pop(), set(inner))  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from torch.utils import swap_tensors
 
 from fsdpc import _core
 from fsdpc.sharding.rules import Found, Inside, enclosing, name_units, outermost, sharded_modules
-from fsdpc.sharding.saved import leaves, refuse_outer, store_of
 from fsdpc.torch import _device, _dtensor
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._drawn import check_drawn
@@ -39,7 +38,7 @@ from fsdpc.torch._mesh import comm_of
 from fsdpc.torch._param_layout import ParamLayout, is_cut, joined, ranks_of
 from fsdpc.torch._readable import Readable
 from fsdpc.torch._recipe import Recipe
-from fsdpc.torch._saved import Saving
+from fsdpc.torch._saved import Saving, saving_of
 from fsdpc.torch._subclasses import Refresh, take_codes_back
 from fsdpc.torch._unsharded import bind
 from fsdpc.torch.policies import MixedPrecisionPolicy
@@ -578,7 +577,7 @@ def make_root(module: nn.Module) -> Root:
     encloses = enclosing(module)
     _core.make_root(list(encloses), list(encloses.values()))
     root = Root(ordered)
-    root.saving = _saving(ordered)
+    root.saving = saving_of(ordered)
     for state in ordered:
         state.root = root
         bind(state)
@@ -587,29 +586,6 @@ def make_root(module: nn.Module) -> Root:
             action()
         state.when_rooted.clear()
     return root
-
-
-def _saving(states: list[UnitState]) -> Saving | None:
-    """Return the store for the units that let activations leave: those that enclose no other."""
-    own = [s for s in states if leaves(s.recipe.offload)]
-    moving = {id(m) for s in own for m in s.modules}
-    inner = [
-        s
-        for s in own
-        if s is not states[0]
-        and not any(id(d) in moving for m in s.modules for d in list(m.modules())[1:])
-    ]
-    if not own:
-        return None
-    if not inner:
-        refuse_outer(own[0].unit.name, own[0].modules[0])
-    stores = {store_of(s.recipe.offload, s.comms[0].world_rank) for s in inner}
-    if len(stores) > 1:
-        raise ValueError(
-            f"activations of units '{inner[0].unit.name}' and others go to different folders or in "
-            "different fractions: give all units of a model one offload_policy"
-        )
-    return Saving(stores.pop(), set(inner))  # type: ignore[arg-type]
 
 
 def take_grads(states: list[UnitState]) -> None:
