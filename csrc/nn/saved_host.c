@@ -1,4 +1,4 @@
-/* The place is a list of pinned segments, one for each time that it grew. An array may lie in
+/* The place is a list of pinned segments, one for each time that it grew. An array may be in
  * several. Since a single stream copies, a segment that is written again has been read before.
  */
 #include "nn/saved_host.h"

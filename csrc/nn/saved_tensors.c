@@ -8,6 +8,7 @@
  */
 #include "nn/saved_tensors.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 
 #include "nn/frame.h"
@@ -30,6 +31,7 @@ typedef struct moved_array {
 } moved_array;
 
 typedef struct region_set {
+    pthread_mutex_t lock; /* against nodes that free their tensors on another thread */
     fsdpc_device *device;
     fsdpc_node **nodes; /* not owned; NULL: its saved tensors are gone */
     size_t n_nodes, nodes_room;
@@ -113,16 +115,25 @@ static void choose(region_set *set, fsdpc_saved_set *of)
         fsdpc_storage_acquire(set->arrays[i].storage);
 }
 
-static fsdpc_status collect(void *arg, fsdpc_saved_set *of)
+static fsdpc_status list_all(region_set *set)
 {
-    region_set *set = arg;
     for (size_t i = 0; i < set->n_nodes; i++)
         for (int s = 0; set->nodes[i] && s < FSDPC_NODE_MAX_SAVED; s++)
             if (set->nodes[i]->saved[s])
                 FSDPC_TRY(
                     list_tensor(set, set->nodes[i]->saved[s], set->nodes[i]->saved_version[s]));
-    choose(set, of);
     return FSDPC_OK;
+}
+
+static fsdpc_status collect(void *arg, fsdpc_saved_set *of)
+{
+    region_set *set = arg;
+    pthread_mutex_lock(&set->lock);
+    fsdpc_status status = list_all(set);
+    if (status == FSDPC_OK)
+        choose(set, of);
+    pthread_mutex_unlock(&set->lock);
+    return status;
 }
 
 /* ---- Moving ---- */
@@ -138,6 +149,7 @@ static void drop_storages(region_set *set)
 static void release(void *arg)
 {
     region_set *set = arg;
+    pthread_mutex_lock(&set->lock);
     for (size_t i = 0; i < set->n_tensors; i++) {
         fsdpc_tensor *t = set->tensors[i].t;
         if (!t)
@@ -149,18 +161,25 @@ static void release(void *arg)
         t->storage = NULL;
         t->data = NULL;
     }
+    pthread_mutex_unlock(&set->lock);
     drop_storages(set);
 }
 
 static fsdpc_status restore(void *arg, void **memory_out)
 {
     region_set *set = arg;
-    for (size_t i = 0; i < set->n_arrays; i++) {
-        FSDPC_TRY(fsdpc_tensor_create(set->device, FSDPC_U8, 1, &set->arrays[i].bytes,
-                                      &set->arrays[i].fresh));
-        memory_out[i] = set->arrays[i].fresh->data;
+    fsdpc_status status = FSDPC_OK;
+    for (size_t i = 0; status == FSDPC_OK && i < set->n_arrays; i++) {
+        moved_array *array = &set->arrays[i];
+        status = fsdpc_tensor_create(set->device, FSDPC_U8, 1, &array->bytes, &array->fresh);
+        if (status == FSDPC_OK)
+            memory_out[i] = array->fresh->data;
     }
-    return FSDPC_OK;
+    for (size_t i = 0; status != FSDPC_OK && i < set->n_arrays; i++) {
+        fsdpc_tensor_release(set->arrays[i].fresh);
+        set->arrays[i].fresh = NULL;
+    }
+    return status;
 }
 
 static void drop_lists(region_set *set)
@@ -174,6 +193,7 @@ static void drop_lists(region_set *set)
 static void settle(void *arg, bool restored)
 {
     region_set *set = arg;
+    pthread_mutex_lock(&set->lock);
     for (size_t i = 0; restored && i < set->n_tensors; i++) {
         const moved_tensor *moved = &set->tensors[i];
         if (!moved->t)
@@ -184,12 +204,14 @@ static void settle(void *arg, bool restored)
         moved->t->data = (char *)array->fresh->data + moved->offset;
     }
     drop_lists(set);
+    pthread_mutex_unlock(&set->lock);
 }
 
 static void destroy(void *arg)
 {
     region_set *set = arg;
     drop_lists(set);
+    pthread_mutex_destroy(&set->lock);
     free(set->nodes);
     free(set->tensors);
     free(set->arrays);
@@ -201,11 +223,13 @@ static void forget(void *arg, void *part)
 {
     region_set *set = arg;
     const fsdpc_node *node = part;
+    pthread_mutex_lock(&set->lock);
     for (size_t i = 0; i < set->n_tensors; i++)
         for (int s = 0; set->tensors[i].t && s < FSDPC_NODE_MAX_SAVED; s++)
             if (node->saved[s] == set->tensors[i].t && --set->tensors[i].uses == 0)
                 set->tensors[i].t = NULL;
     set->nodes[node->set_at] = NULL;
+    pthread_mutex_unlock(&set->lock);
 }
 
 static const fsdpc_saved_ops region_ops = {collect, release, restore, settle, forget, destroy};
@@ -267,6 +291,7 @@ fsdpc_status fsdpc_region_end(fsdpc_tape *tape, const fsdpc_region *region, cons
     region_set *nodes = calloc(1, sizeof *nodes);
     if (!nodes)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the saved tensors of unit '%s'", unit);
+    pthread_mutex_init(&nodes->lock, NULL);
     nodes->device = tape->device;
     fsdpc_saved_set *set = NULL;
     fsdpc_status status = walk(tape, region, nodes, n, outputs);

@@ -9,6 +9,10 @@
  * takes the newest first. Each has a part of the place, at the lowest offset that is free. If every
  * backward follows its forward, this is a stack, whose height in the first step is the place's size
  * in all steps.
+ *
+ * A graph may be dropped on any thread, and by the garbage collector inside a function of the
+ * owner. The store's calls therefore hold references to the sets that they move, and the last
+ * release of a set only takes it out of the lists and waits for its copies.
  */
 #include "tier/saved.h"
 
@@ -23,6 +27,8 @@ struct fsdpc_saved {
     _Atomic int refs;
     fsdpc_saved_mover *mover; /* NULL: a plan */
     double part;
+    pthread_mutex_t busy; /* held by calls that move sets, during waits and the owner's functions */
+    pthread_mutex_t lock; /* guards the list and the three sets below; never held during those */
     uint64_t away_bytes;
     uint64_t seen;         /* arrays offered since no set was alive */
     fsdpc_saved_set *last; /* whose forward ended last; not owned, nor are those below */
@@ -41,6 +47,8 @@ fsdpc_status fsdpc_saved_open(fsdpc_saved_mover *mover, double part, fsdpc_saved
     saved->refs = 1;
     saved->part = part;
     saved->mover = mover;
+    pthread_mutex_init(&saved->busy, NULL);
+    pthread_mutex_init(&saved->lock, NULL);
     *out = saved;
     return FSDPC_OK;
 }
@@ -58,6 +66,8 @@ void fsdpc_saved_release(fsdpc_saved *saved)
         return;
     if (saved->mover)
         saved->mover->destroy(saved->mover);
+    pthread_mutex_destroy(&saved->busy);
+    pthread_mutex_destroy(&saved->lock);
     free(saved);
 }
 
@@ -93,6 +103,7 @@ static fsdpc_status place(fsdpc_saved *saved, fsdpc_saved_set *set)
     return FSDPC_OK;
 }
 
+/* Removes a set from all that the store knows. */
 static void take_out(fsdpc_saved *saved, fsdpc_saved_set *set)
 {
     if (set->older)
@@ -102,6 +113,8 @@ static void take_out(fsdpc_saved *saved, fsdpc_saved_set *set)
     if (saved->newest == set)
         saved->newest = set->older;
     set->older = set->newer = NULL;
+    saved->last = saved->last == set ? NULL : saved->last;
+    saved->leaving = saved->leaving == set ? NULL : saved->leaving;
 }
 
 /* ---- Forward ---- */
@@ -133,34 +146,62 @@ static void stay(fsdpc_saved_set *set, bool restored)
     set->state = FSDPC_SAVED_BACK;
 }
 
+/* Returns a reference to one of the store's sets, or NULL if its last holder is releasing it. */
+static fsdpc_saved_set *hold(fsdpc_saved_set *set)
+{
+    int refs = set ? atomic_load_explicit(&set->refs, memory_order_relaxed) : 0;
+    while (refs > 0)
+        if (atomic_compare_exchange_weak_explicit(&set->refs, &refs, refs + 1, memory_order_relaxed,
+                                                  memory_order_relaxed))
+            return set;
+    return NULL;
+}
+
 static fsdpc_status leave(fsdpc_saved *saved, fsdpc_saved_set *set)
 {
     fsdpc_status status = set->ops->collect(set->arg, set);
     if (status == FSDPC_OK && set->failed)
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the list of saved tensors");
-    if (status == FSDPC_OK && set->n > 0)
+    if (status == FSDPC_OK && set->n > 0) {
+        pthread_mutex_lock(&saved->lock);
         status = place(saved, set);
-    if (status != FSDPC_OK || set->n == 0) {
-        stay(set, false);
-        return status;
+        saved->leaving = status == FSDPC_OK ? set : NULL;
+        pthread_mutex_unlock(&saved->lock);
     }
-    saved->leaving = set;
-    return start(set, false);
+    if (status == FSDPC_OK && set->n > 0)
+        return start(set, false);
+    stay(set, false);
+    return status;
 }
 
-fsdpc_status fsdpc_saved_begin(fsdpc_saved *saved)
+/* Completes the set that is leaving, then lets the one that ended last leave. */
+static fsdpc_status begin(fsdpc_saved *saved, fsdpc_saved_set *gone, fsdpc_saved_set *last)
 {
-    fsdpc_saved_set *gone = saved->leaving, *last = saved->last;
-    if (!saved->newest && !last)
-        saved->seen = 0;
     if (gone) {
         FSDPC_TRY(wait_for(gone));
         gone->ops->release(gone->arg);
         gone->state = FSDPC_SAVED_AWAY;
-        saved->leaving = NULL;
     }
-    saved->last = NULL;
+    pthread_mutex_lock(&saved->lock);
+    saved->leaving = NULL;
+    pthread_mutex_unlock(&saved->lock);
     return last ? leave(saved, last) : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_saved_begin(fsdpc_saved *saved)
+{
+    pthread_mutex_lock(&saved->busy);
+    pthread_mutex_lock(&saved->lock);
+    fsdpc_saved_set *gone = hold(saved->leaving), *last = hold(saved->last);
+    if (!saved->newest && !last)
+        saved->seen = 0;
+    saved->last = NULL;
+    pthread_mutex_unlock(&saved->lock);
+    fsdpc_status status = begin(saved, gone, last);
+    pthread_mutex_unlock(&saved->busy);
+    fsdpc_saved_set_release(gone);
+    fsdpc_saved_set_release(last);
+    return status;
 }
 
 fsdpc_status fsdpc_saved_end(fsdpc_saved *saved, const char *unit, const fsdpc_saved_ops *ops,
@@ -174,7 +215,9 @@ fsdpc_status fsdpc_saved_end(fsdpc_saved *saved, const char *unit, const fsdpc_s
     set->ops = ops;
     set->arg = arg;
     snprintf(set->unit, sizeof set->unit, "%s", unit);
+    pthread_mutex_lock(&saved->lock);
     saved->last = set;
+    pthread_mutex_unlock(&saved->lock);
     *out = set;
     return FSDPC_OK;
 }
@@ -223,12 +266,12 @@ static fsdpc_status bring(fsdpc_saved_set *set)
     return status == FSDPC_OK ? start(set, true) : status;
 }
 
-fsdpc_status fsdpc_saved_need(fsdpc_saved_set *set)
+/* Brings a set into memory; *before_out is the one that left before it, with a reference. */
+static fsdpc_status need(fsdpc_saved *saved, fsdpc_saved_set *set, fsdpc_saved_set **before_out)
 {
-    fsdpc_saved *saved = set->saved;
     if (set->state == FSDPC_SAVED_BACK)
         return FSDPC_OK;
-    fsdpc_saved_set *before = set->state == FSDPC_SAVED_HERE ? saved->newest : set->older;
+    bool here = set->state == FSDPC_SAVED_HERE;
     if (set->state == FSDPC_SAVED_AWAY)
         FSDPC_TRY(bring(set));
     bool restored = set->state == FSDPC_SAVED_RETURNING;
@@ -236,11 +279,23 @@ fsdpc_status fsdpc_saved_need(fsdpc_saved_set *set)
         FSDPC_TRY(wait_for(set));
     else if (set->state == FSDPC_SAVED_LEAVING)
         cancel(set);
-    saved->last = saved->last == set ? NULL : saved->last;
-    saved->leaving = saved->leaving == set ? NULL : saved->leaving;
+    pthread_mutex_lock(&saved->lock);
+    *before_out = hold(here ? saved->newest : set->older);
     take_out(saved, set);
+    pthread_mutex_unlock(&saved->lock);
     stay(set, restored);
-    return before && before->state == FSDPC_SAVED_AWAY ? bring(before) : FSDPC_OK;
+    return *before_out && (*before_out)->state == FSDPC_SAVED_AWAY ? bring(*before_out) : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_saved_need(fsdpc_saved_set *set)
+{
+    fsdpc_saved *saved = set->saved;
+    fsdpc_saved_set *before = NULL;
+    pthread_mutex_lock(&saved->busy);
+    fsdpc_status status = need(saved, set, &before);
+    pthread_mutex_unlock(&saved->busy);
+    fsdpc_saved_set_release(before);
+    return status;
 }
 
 /* ---- Sets ---- */
@@ -256,10 +311,10 @@ void fsdpc_saved_set_release(fsdpc_saved_set *set)
     if (!set || atomic_fetch_sub_explicit(&set->refs, 1, memory_order_acq_rel) != 1)
         return;
     fsdpc_saved *saved = set->saved;
-    cancel(set);
+    pthread_mutex_lock(&saved->lock);
     take_out(saved, set);
-    saved->last = saved->last == set ? NULL : saved->last;
-    saved->leaving = saved->leaving == set ? NULL : saved->leaving;
+    pthread_mutex_unlock(&saved->lock);
+    cancel(set);
     set->ops->destroy(set->arg);
     for (size_t i = 0; i < set->n; i++)
         free(set->arrays[i].crcs);

@@ -18,8 +18,8 @@
  * A file has no name, and a CRC-32C of each chunk stays in memory, as for a tier.
  *
  * Errors. The first failed read or write names the rank and the unit, and all later calls return
- * it. Threads: one thread at a time may use a store; a disk has its own threads. A forked child must
- * not use it.
+ * it. Threads: calls of several threads wait for each other, and any thread may release a set. A
+ * disk has its own threads. A forked child must not use a store.
  */
 #ifndef FSDPC_TIER_SAVED_H
 #define FSDPC_TIER_SAVED_H

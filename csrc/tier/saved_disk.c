@@ -222,26 +222,30 @@ static fsdpc_status start_threads(saved_disk *disk)
     return FSDPC_OK;
 }
 
+static void stop_threads(saved_disk *disk)
+{
+    pthread_mutex_lock(&disk->lock);
+    disk->ending = true;
+    pthread_cond_broadcast(&disk->work);
+    pthread_mutex_unlock(&disk->lock);
+    for (int i = 0; i < disk->n_threads; i++)
+        pthread_join(disk->threads[i], NULL);
+    pthread_cond_destroy(&disk->work);
+    pthread_cond_destroy(&disk->done);
+    pthread_mutex_destroy(&disk->lock);
+}
+
 static void disk_destroy(fsdpc_saved_mover *mover)
 {
     saved_disk *disk = disk_of(mover);
-    if (disk->tier->pid == getpid()) { /* a forked child does not have the threads */
-        pthread_mutex_lock(&disk->lock);
-        disk->ending = true;
-        pthread_cond_broadcast(&disk->work);
-        pthread_mutex_unlock(&disk->lock);
-        for (int i = 0; i < disk->n_threads; i++)
-            pthread_join(disk->threads[i], NULL);
-    }
+    if (disk->tier->pid == getpid()) /* to a forked child, the threads seem to wait for ever */
+        stop_threads(disk);
     if (disk->buffers)
         fsdpc_mem_count(disk->mem, FSDPC_MEM_STAGING, -(int64_t)fsdpc_saved_staging_bytes());
     free(disk->buffers);
     if (disk->fd >= 0)
         close(disk->fd);
     fsdpc_tier_count_file(disk->tier, -disk->file_bytes);
-    pthread_cond_destroy(&disk->work);
-    pthread_cond_destroy(&disk->done);
-    pthread_mutex_destroy(&disk->lock);
     fsdpc_tier_release(disk->tier);
     free(disk);
 }

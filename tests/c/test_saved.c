@@ -1,6 +1,7 @@
 /* Sets of saved tensors: what comes back is what left, and memory follows the calls, not the disk. */
 #include "tier/saved_internal.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -59,7 +60,7 @@ static const owner *set_owner(const fsdpc_saved_set *set)
     return set->arg;
 }
 
-static int alive; /* arrays in memory */
+static _Atomic int alive; /* arrays in memory */
 
 static unsigned char *make(size_t bytes)
 {
@@ -249,6 +250,32 @@ static void test_two_graphs(void)
     fsdpc_saved_release(saved);
 }
 
+static void *drop_all(void *arg)
+{
+    fsdpc_saved_set **sets = arg;
+    for (int i = 0; i < SETS; i++)
+        fsdpc_saved_set_release(sets[i]);
+    return NULL;
+}
+
+/* While forwards go on, in which the sets leave that another thread drops. */
+static void test_graphs_dropped_on_another_thread(void)
+{
+    fsdpc_saved *saved = store_with(NULL, 1);
+    fsdpc_saved_set *sets[2][SETS];
+    pthread_t thread;
+    for (int round = 0; round < 20; round++) {
+        for (int i = 0; i < SETS; i++)
+            CHECK_OK(forward(saved, i, &sets[round % 2][i]));
+        if (round > 0)
+            pthread_join(thread, NULL);
+        CHECK(pthread_create(&thread, NULL, drop_all, sets[round % 2]) == 0);
+    }
+    pthread_join(thread, NULL);
+    CHECK(alive == 0);
+    fsdpc_saved_release(saved);
+}
+
 static void test_a_fraction(void)
 {
     fsdpc_saved *saved = store_with(NULL, 0.5);
@@ -307,6 +334,7 @@ int main(void)
     test_backward_at_once();
     test_graphs_that_are_dropped();
     test_two_graphs();
+    test_graphs_dropped_on_another_thread();
     test_a_fraction();
     test_failures();
     fsdpc_mem_stats stats;
