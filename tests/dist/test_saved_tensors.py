@@ -164,12 +164,44 @@ def test_inputs_of_checkpoints_that_were_changed() -> None:
 
 
 @pytest.mark.ranks(1)
+def test_plans_forget_those_that_failed(disk: Path) -> None:
+    model = build(policy_of(disk))
+    plan = fsdpc.memory_plan(model, batch_shape=BATCH)
+    handle = model.head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fsdpc.memory_plan(model, batch_shape=(64, 16, WIDTH))
+    handle.remove()
+    assert fsdpc.memory_plan(model, batch_shape=BATCH) == plan
+
+
+@pytest.mark.ranks(1)
+def test_fewer_modules_recompute(disk: Path) -> None:
+    """What leaves needs no memory, so a model fits as it is."""
+    model = Net()
+    plain = fsdpc.memory_plan(model, batch_shape=BATCH).activation
+    policy = {"offload_policy": policy_of(disk)}
+    moved = fsdpc.memory_plan(model, batch_shape=BATCH, plan={"layers.?": {}}, **policy).activation
+    fitted = fsdpc.fit_activations(model, BATCH, (moved + plain) / 2, **policy)
+    assert fitted.modules == () and fitted.peak == moved < plain
+    assert fsdpc.fit_activations(model, BATCH, (moved + plain) / 2).modules
+
+
+@pytest.mark.ranks(1)
+def test_a_folder_that_is_missing_can_be_made(disk: Path) -> None:
+    layer, folder = nn.Linear(4, 4), disk / "later"
+    with pytest.raises(OSError, match="cannot offload to the folder"):
+        fsdpc.fully_shard(layer, offload_policy=policy_of(folder))
+    folder.mkdir()
+    fsdpc.fully_shard(layer, offload_policy=policy_of(folder))
+
+
+@pytest.mark.ranks(1)
 def test_what_cannot_leave_is_refused(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fsdpc.fully_shard(nn.Linear(4, 4), offload_policy=policy_of(disk))
-    with pytest.raises(ValueError, match=r"activations of unit .*\(FSDPLinear\) cannot leave: they"):
+    with pytest.raises(ValueError, match=r"unit .*\(FSDPLinear\) cannot leave: they"):
         model(fsdpc.ones(1, 4))
     with pytest.raises(ValueError, match=r"\(Linear\) cannot leave: they do when the forward of"):
         fsdpc.memory_plan(nn.Linear(4, 4), 1, (1, 4), offload_policy=policy_of(disk))
     monkeypatch.setattr("fsdpc.sharding.fully_shard.get_default_device", lambda: "cuda")
-    with pytest.raises(NotImplementedError, match="'disk' where ranks compute on cuda: they can be"):
+    with pytest.raises(NotImplementedError, match="'disk' where ranks compute on cuda: they can"):
         fsdpc.fully_shard(nn.Linear(4, 4), offload_policy=policy_of(disk))

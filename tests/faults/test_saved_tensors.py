@@ -130,3 +130,10 @@ def test_a_child_that_forks_in_between_harms_nothing(disk: Path) -> None:
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     loss.backward()
+    del loss
+    child = os.fork()
+    if child == 0:
+        del model
+        gc.collect()
+        os._exit(7)  # the file's threads are the parent's
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -36,7 +36,7 @@ PLAIN = set("""
     numpy offload op open operand operator
     ops optim option order p2p pack pair pairs param parts peer philox
     pieces plan plugin pool portable post preference private product products properties py
-    disk io list saved set
+    disk io list mover saved set
     queue random range read real red reduce reduction ref register registered registers registry
     remote rendezvous request result ring rotary round rows rule run runtime safetensors save
     scalar scalars scale sched schedule self settings shape shared shm

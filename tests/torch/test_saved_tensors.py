@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +202,79 @@ def test_graphs_that_are_kept_or_dropped(disk: Path) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     with torch.no_grad():
         model(batch(0))
+
+
+class Conjugates(Block):
+    """Saves views that have only a flag of their own."""
+
+    def forward(self, x: Any) -> Any:
+        z = torch.complex(self.up(x), self.up(self.norm(x)))
+        return x + self.down((z.conj() * torch.fft.fft(z.detach())).real.tanh())
+
+
+@pytest.mark.ranks(1)
+def test_conjugate_views(disk: Path) -> None:
+    found = []
+    for policy in (None, on_disk(disk)):
+        torch.manual_seed(3)
+        model = Net(plain)
+        model.blocks = nn.ModuleList(Conjugates() for _ in range(BLOCKS))
+        for block in model.blocks:
+            fully_shard(block, offload_policy=policy)
+        found.append(train(fully_shard(model, offload_policy=policy)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.ranks(1)
+def test_graphs_that_another_thread_drops(disk: Path) -> None:
+    """While forwards and backwards go on, and by the garbage collector in the middle of them."""
+    model, losses = build(on_disk(disk)), queue.SimpleQueue[Any]()
+
+    def drop() -> None:
+        while losses.get() is not None:
+            pass
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    threshold = gc.get_threshold()
+    gc.set_threshold(5, 2, 2)
+    try:
+        for step in range(60):
+            cycle: list[Any] = [model(batch(step))]
+            cycle.append(cycle)
+            losses.put(model(batch(step)))
+            model(batch(step)).backward()
+    finally:
+        gc.set_threshold(*threshold)
+        losses.put(None)
+        thread.join()
+
+
+@pytest.mark.ranks(1)
+def test_a_model_inside_the_forward_of_another(disk: Path) -> None:
+    class Outer(Net):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) + hidden[0](x)
+
+    found = []
+    for policy in (None, on_disk(disk)):
+        hidden = [build(policy)]
+        torch.manual_seed(5)
+        model = Outer(plain)
+        for unit in (*model.blocks, model):
+            fully_shard(unit, offload_policy=policy)
+        model(batch(0)).backward()
+        found.append([p.grad.full_tensor().numpy().tobytes() for p in hidden[0].parameters()])
+    assert found[0] == found[1]
+
+
+@pytest.mark.ranks(1)
+def test_a_folder_that_is_missing_can_be_made(disk: Path) -> None:
+    layer, folder = nn.Linear(4, 4), disk / "later"
+    with pytest.raises(OSError, match="cannot offload to the folder"):
+        fully_shard(layer, offload_policy=on_disk(folder))
+    folder.mkdir()
+    fully_shard(layer, offload_policy=on_disk(folder))
 
 
 @pytest.mark.ranks(1)

@@ -319,6 +319,9 @@ def test_bad_models_and_options_are_named() -> None:
         simulate(stack(), **options)
     with pytest.raises(ValueError, match=r"batch_shape must be of numbers from 1 on, got \(0, 3\)"):
         simulate(stack(), (0, 3), **options)
+    moving = fsdpc.OffloadPolicy(activations="disk", path="/var/tmp")
+    with pytest.raises(NotImplementedError, match="with activations on a disk"):
+        simulate(stack(), (8, WIDTH), offload_policy=moving, **options)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

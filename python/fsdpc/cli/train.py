@@ -192,7 +192,8 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
         which = checkpoint_choice(options.checkpoint_activations)
         if isinstance(which, ActivationMemory):
             options.fitted = fit_activations(model, (options.batch, options.seq), which.bytes,
-                                             mp_policy=make_policy(options))  # fmt: skip
+                                             mp_policy=make_policy(options),
+                                             offload_policy=options.offload)  # fmt: skip
         else:
             checkpoint_activations(model.blocks(), which)
     return model

@@ -262,7 +262,7 @@ def add_storage_options(group: Any) -> None:
         "--offload",
         type=_offload,
         metavar="WHAT=disk:PATH",
-        help="what lies on a disk: optimizer=disk:/var/tmp, or masters=...,optimizer=...; "
+        help="what is on a disk: optimizer=disk:/var/tmp, or masters=...,activations=...; "
         "fraction=X: how much of it; or in a GPU's host memory: masters=host,optimizer=host",
     )
 

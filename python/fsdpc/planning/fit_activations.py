@@ -17,7 +17,10 @@ from typing import Any
 from fsdpc.nn.module import Module
 from fsdpc.planning.memory_plan import measure_step
 from fsdpc.sharding.activation import checkpoint_activations
+from fsdpc.sharding.fsdp_module import FSDPModule
+from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.policies import MixedPrecisionPolicy
+from fsdpc.sharding.saved import leaves, planning
 from fsdpc.sharding.tiles import is_tiled
 
 _MOST_PARTS = 5  # of a block, whose sets are tried
@@ -56,6 +59,7 @@ def fit_activations(
     memory: float,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
 ) -> FittedActivations:
     """Make parts of a model's blocks recompute their activations, until a step fits.
 
@@ -71,6 +75,8 @@ def fit_activations(
         :func:`fsdpc.memory_plan`.
     mp_policy : MixedPrecisionPolicy, optional
         The policy of the units, for a model that is not sharded yet.
+    offload_policy : OffloadPolicy, optional
+        The same; activations that it moves need less memory.
 
     Returns
     -------
@@ -98,7 +104,9 @@ def fit_activations(
     busy = [names[id(m)] for m in inside if "forward" in m.__dict__ and not is_tiled(m)]
     if busy:
         raise ValueError(f"fit_activations: '{busy[0]}' recomputes already")
-    search = _Search(model, blocks, tuple(batch), mp_policy)
+    moving = not isinstance(model, FSDPModule) and leaves(offload_policy)
+    leaving = dict.fromkeys(blocks, offload_policy) if moving else {}
+    search = _Search(model, blocks, tuple(batch), mp_policy, leaving)
     chosen, peak, recomputed = search.best(memory)
     checkpoint_activations(chosen)
     return FittedActivations(tuple(names[id(m)] for m in chosen), peak, recomputed)
@@ -118,12 +126,16 @@ def _parts_of(blocks: list[Module], parts: tuple[str, ...]) -> list[Module]:
 
 
 class _Search:
-    def __init__(self, model: Any, blocks: list[Module], batch: tuple[int, ...], policy: Any):
+    def __init__(
+        self, model: Any, blocks: list[Module], batch: tuple[int, ...], policy: Any,
+        leaving: dict[Any, Any],
+    ):  # fmt: skip
         self.model, self.blocks, self.batch, self.policy = model, blocks, batch, policy
-        self.peak, self.flops = measure_step(model, batch, policy)
+        self.leaving = leaving
+        self.peak, self.flops = self.measure([])
 
     def measure(self, chosen: list[Module]) -> tuple[int, float]:
-        with recomputing(chosen):
+        with recomputing(chosen), planning(self.leaving):
             return measure_step(self.model, self.batch, self.policy)
 
     def choices(self) -> list[_Choice]:

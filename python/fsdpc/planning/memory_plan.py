@@ -516,6 +516,7 @@ def measure_step(
         with Snapshot(model):
             step()
 
+    saved.take_planned()  # of a dry run that failed, or of a search
     peak, left, flops = _core.dry_run(params, dtypes, step_without_trace)
     check_left(model, left)
     return peak, flops

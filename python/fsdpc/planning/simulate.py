@@ -337,6 +337,11 @@ def simulate(
 def _disk_bytes(policy: OffloadPolicy | None, states: float) -> float:
     """Return the disk bytes per shard element and step, excluding page cache traffic."""
     each = {"masters": 8, "optimizer": states, "gradients": 8, "params": 0}
+    if policy is not None and policy.activations == "disk":
+        raise NotImplementedError(
+            "simulate() with activations on a disk: it does not know when they move; memory_plan() "
+            "counts their bytes"
+        )
     return policy.fraction * sum(each[name] for name in policy.on_disk) if policy else 0.0
 
 

@@ -152,6 +152,10 @@ def _make_unit(
     lines = [rules.describe(name, p, _value(p)) for name, p, _ in found]
     lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
     check_agreement([title, *lines], where.comms)
+    check_leaves(offload_policy, get_default_device())
+    store = store_of(offload_policy, where.comms[0].world_rank)
+    if any(getattr(d, "_fsdpc_saved", None) is not None for m in modules for d in m.modules()):
+        store = None  # units inside let their own leave
     # A parameter that has memory also has values, perhaps loaded from a file after deferred
     # creation.
     recipes = [p._recipe if p.is_deferred else None for p in params]
@@ -179,10 +183,6 @@ def _make_unit(
             recipe.fill_unit(unit, i)
         p._recipe = None
     mark_inside(m for _, m in inside)
-    check_leaves(offload_policy, get_default_device())
-    store = store_of(offload_policy, where.comms[0].world_rank)
-    if any(getattr(d, "_fsdpc_saved", None) is not None for m in modules for d in m.modules()):
-        store = None  # units inside let their own leave
     for m in modules:
         m.__dict__["_fsdpc_unit"] = unit
         m.__dict__["_fsdpc_saved"] = store

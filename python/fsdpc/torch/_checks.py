@@ -172,8 +172,8 @@ def as_offload(policy: Any) -> Any:
         )
     if not _device.on_cpu() and getattr(policy, "activations", "device") != "device":
         raise NotImplementedError(
-            f"activations={policy.activations!r} where torch computes on GPUs: wrap blocks in torch's "
-            "offload_wrapper, inside fully_shard"
+            f"activations={policy.activations!r} where torch computes on GPUs: wrap blocks in "
+            "torch's offload_wrapper, inside fully_shard"
         )
     if not hasattr(policy, "pin_memory"):
         return policy

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fsdpc import _core
-from fsdpc.sharding.saved import SavedTensors, leaves, refuse_outer, store_of
+from fsdpc.sharding.saved import SavedTensors, refuse_outer
 
 _users = torch._C._storage_Use_Count
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -143,8 +143,10 @@ class Saving:
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, t: torch.Tensor) -> torch.Tensor | _Saved:
-        strided = type(t) is torch.Tensor and t.layout is torch.strided and t.device.type == "cpu"
-        if self.current is None or not strided or t.untyped_storage().nbytes() < _LEAST:
+        plain = type(t) is torch.Tensor and t.layout is torch.strided and t.device.type == "cpu"
+        if self.current is None or not plain or t.is_conj() or t.is_neg():
+            return t
+        if t.untyped_storage().nbytes() < _LEAST:
             return t
         entry = self.current.entry_of(t)
         saved = _Saved(t.detach(), entry)
@@ -153,7 +155,8 @@ class Saving:
 
     def enter(self, name: str) -> None:
         """Begin the root's forward."""
-        if _top_hooks(True) is not None:
+        top = _top_hooks(True)
+        if top is not None and not isinstance(getattr(top[0], "__self__", None), Saving):
             raise RuntimeError(
                 f"activations of unit '{name}' on a disk, and its forward runs inside other hooks "
                 "for saved tensors, such as a checkpoint's or offload_wrapper's: put these inside "
@@ -188,7 +191,7 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
 
 def saving_of(states: list[Any]) -> Saving | None:
     """Return the store for the units that let activations leave: those that enclose no other."""
-    own = [s for s in states if leaves(s.recipe.offload)]
+    own = [s for s in states if s.store is not None]
     moving = {id(m) for s in own for m in s.modules}
     inner = [
         s
@@ -200,7 +203,7 @@ def saving_of(states: list[Any]) -> Saving | None:
         return None
     if not inner:
         refuse_outer(own[0].unit.name, own[0].modules[0])
-    stores = {store_of(s.recipe.offload, s.comms[0].world_rank) for s in inner}
+    stores = {s.store for s in inner}
     if len(stores) > 1:
         raise ValueError(
             f"activations of units '{inner[0].unit.name}' and others go to different folders or in "

@@ -21,6 +21,7 @@ from torch.utils import swap_tensors
 
 from fsdpc import _core
 from fsdpc.sharding.rules import Found, Inside, enclosing, name_units, outermost, sharded_modules
+from fsdpc.sharding.saved import SavedTensors, store_of
 from fsdpc.torch import _device, _dtensor
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._drawn import check_drawn
@@ -105,6 +106,7 @@ class UnitState(TorchState):
         self, recipe: Recipe, params: Found, dtypes: list[torch.dtype], readers: Inside
     ) -> None:
         self.recipe: Recipe = recipe
+        self.store: SavedTensors | None = store_of(recipe.offload, recipe.where.comms[0].world_rank)
         self.modules: list[nn.Module] = recipe.modules
         self.policy: MixedPrecisionPolicy = recipe.policy
         self.comms: list[_core.Comm] = recipe.where.comms
@@ -574,10 +576,11 @@ def make_root(module: nn.Module) -> Root:
         fill_blank(module, state)
     _device.join()
     check_drawn(ordered)
+    saving = saving_of(ordered)
     encloses = enclosing(module)
     _core.make_root(list(encloses), list(encloses.values()))
     root = Root(ordered)
-    root.saving = saving_of(ordered)
+    root.saving = saving
     for state in ordered:
         state.root = root
         bind(state)
