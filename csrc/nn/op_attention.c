@@ -10,6 +10,7 @@
  * stored document by document and use no more memory than for whole rows.
  */
 #include "nn/op.h"
+#include "nn/products.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -203,13 +204,18 @@ static fsdpc_status attend(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, f
     int t = token_dim(options), h = 3 - t;
     size_t lse_shape[] = {mask ? 2 : 1, q->shape[0], q->shape[h], q->shape[t]};
     fsdpc_tensor *y = NULL, *lse = NULL;
-    fsdpc_status st = fsdpc_tensor_create(tape->device, q->dtype, 4, q->shape, &y);
+    bool known;
+    fsdpc_status st = fsdpc_products_result(tape, q->dtype, 4, q->shape, &y, &known);
     if (st == FSDPC_OK)
-        st = fsdpc_tensor_create(tape->device, FSDPC_F32, 4, lse_shape, &lse);
-    if (st == FSDPC_OK) {
+        st = fsdpc_products_result(tape, FSDPC_F32, 4, lse_shape, &lse, &known);
+    if (st == FSDPC_OK && !known) {
         fsdpc_attention_args args = attention_args(options, q, k, v, y, lse, mask);
         st = run(tape, kept, fsdpc_op_kernels(tape)->attention, &args);
     }
+    if (st == FSDPC_OK)
+        st = fsdpc_products_keep(tape, y);
+    if (st == FSDPC_OK)
+        st = fsdpc_products_keep(tape, lse);
     fsdpc_tensor *inputs[] = {q, k, v};
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs)) {
         fsdpc_node *node;

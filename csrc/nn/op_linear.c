@@ -17,6 +17,7 @@
  * bitwise equal to gelu(linear(x)), except that a fused kernel may skip the rounding in between.
  */
 #include "nn/op.h"
+#include "nn/products.h"
 
 enum { SAVED_X, SAVED_WEIGHT };
 
@@ -134,17 +135,17 @@ static fsdpc_status linear_check(const char *op, fsdpc_tensor *x, fsdpc_tensor *
     return FSDPC_OK;
 }
 
-/* Allocates a result and describes the product that computes it. */
+/* Creates a result, which may be known, and describes the product that computes it. */
 static fsdpc_status linear_prepare(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_tensor *w,
                                    const fsdpc_tensor *bias, bool in_out, fsdpc_gemm_args *gemm_out,
-                                   fsdpc_tensor **out)
+                                   fsdpc_tensor **out, bool *known_out)
 {
     int in = in_out ? 0 : 1;
     size_t shape[FSDPC_MAX_DIMS];
     for (int i = 0; i < x->ndim - 1; i++)
         shape[i] = x->shape[i];
     shape[x->ndim - 1] = w->shape[1 - in];
-    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, shape, out));
+    FSDPC_TRY(fsdpc_products_result(tape, x->dtype, x->ndim, shape, out, known_out));
     *gemm_out = (fsdpc_gemm_args){.m = fsdpc_op_rows(x),
                                   .n = w->shape[1 - in],
                                   .k = w->shape[in],
@@ -180,8 +181,11 @@ fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *we
     FSDPC_TRY(linear_check("linear", x, weight, bias, in_out));
     fsdpc_gemm_args gemm;
     fsdpc_tensor *inputs[] = {x, weight, bias}, *y;
-    FSDPC_TRY(linear_prepare(tape, x, weight, bias, in_out, &gemm, &y));
-    fsdpc_status st = fsdpc_op_kernels(tape)->gemm(&gemm, tape->stream);
+    bool known;
+    FSDPC_TRY(linear_prepare(tape, x, weight, bias, in_out, &gemm, &y, &known));
+    fsdpc_status st = known ? FSDPC_OK : fsdpc_op_kernels(tape)->gemm(&gemm, tape->stream);
+    if (st == FSDPC_OK)
+        st = fsdpc_products_keep(tape, y);
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs))
         st = linear_record(tape, inputs, in_out, y);
     return fsdpc_op_return(st, y, out);
@@ -193,8 +197,15 @@ fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tenso
     FSDPC_TRY(linear_check("linear_gelu", x, weight, bias, in_out));
     fsdpc_gemm_gelu_args args = {0};
     fsdpc_tensor *inputs[] = {x, weight, bias}, *y, *before = NULL;
-    FSDPC_TRY(linear_prepare(tape, x, weight, bias, in_out, &args.gemm, &y));
     fsdpc_status st = FSDPC_OK;
+    bool known;
+    if (tape->products) { /* the product is kept, and not its gelu */
+        FSDPC_TRY(fsdpc_op_linear(tape, x, weight, bias, in_out, &before));
+        st = fsdpc_op_unary(tape, FSDPC_UNARY_GELU_TANH, 0, before, out);
+        fsdpc_tensor_release(before);
+        return st;
+    }
+    FSDPC_TRY(linear_prepare(tape, x, weight, bias, in_out, &args.gemm, &y, &known));
     if (fsdpc_tape_wants(tape, 3, inputs)) {
         st = fsdpc_tensor_create(tape->device, y->dtype, y->ndim, y->shape, &before);
         args.before = before ? before->data : NULL;

@@ -35,8 +35,9 @@ struct fsdpc_tape {
     /* In device memory, for captured steps; NULL before the first dropout or if the device does not
      * support graphs. */
     struct fsdpc_dropout_key *dropout_key;
-    bool in_region;       /* nn/saved_tensors.h */
-    uint64_t recomputing; /* next_number when the running recomputation first ran */
+    bool in_region;                  /* nn/saved_tensors.h */
+    struct fsdpc_products *products; /* of the running checkpoint; nn/products.h; NULL: none */
+    uint64_t recomputing;            /* next_number when the running recomputation first ran */
 
     /* of the running backward */
     pthread_t backward_thread;

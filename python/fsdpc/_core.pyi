@@ -1795,6 +1795,9 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     [2.0, 4.0]
     """
 
+def checkpoint_products(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Like ``checkpoint``, but keep the results of products, which backward does not repeat."""
+
 def custom(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],

@@ -57,9 +57,10 @@ ORDER = {
         optim optim_step optim_backward sched call step_graph
     """,
     "nn": """
-        hook tensor node frame tape backward saved_tensors saved_host scalar ops op op_elementwise
-        op_scalar op_shape op_attention op_conv op_custom op_dropout op_embedding op_flip op_linear
-        op_loss op_head op_matmul op_moments op_norm op_pool op_quantized op_reduce op_write
+        hook tensor node frame tape backward saved_tensors saved_host products scalar ops op
+        op_elementwise op_scalar op_shape op_attention op_conv op_custom op_dropout op_embedding
+        op_flip op_linear op_loss op_head op_matmul op_moments op_norm op_pool op_quantized
+        op_reduce op_write
     """,
 }
 

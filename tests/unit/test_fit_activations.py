@@ -38,7 +38,8 @@ def test_the_plan_and_the_run_fit(ratio: float, kind: type) -> None:
     ran = fsdpc.memory_stats()["activation_peak_bytes"] - before
     assert ran <= fitted.peak + sum(p.numel() * 4 for p in m.parameters())  # gradients of leaves
     assert grads == train(model(kind))
-    assert (fitted.recomputed == 0) == (fitted.modules == ()) == (ratio == 1)
+    assert (fitted.modules == ()) == (ratio == 1)
+    assert (fitted.recomputed == 0) == (fitted.modules == fitted.keeping)
     recomputing = {name for name, each in m.named_modules() if "forward" in each.__dict__}
     assert recomputing == set(fitted.modules)
 
@@ -51,7 +52,7 @@ def test_it_costs_no_more_than_every_nth_block() -> None:
         fsdpc.checkpoint_activations(m.blocks(), which)
         peak, flops = measure_step(m, BATCH, None)
         fitted = fsdpc.fit_activations(model(layers=8), BATCH, peak)
-        assert 0 < fitted.recomputed <= flops / plain - 1
+        assert 0 <= fitted.recomputed <= flops / plain - 1
 
 
 def test_costs_are_those_of_products() -> None:

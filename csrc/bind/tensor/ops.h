@@ -140,6 +140,7 @@ int fsdpc_py_parse(const fsdpc_py_signature *signature, PyObject *self, PyObject
 PyObject *fsdpc_py_cast(fsdpc_py_state *state, PyObject *object, fsdpc_dtype dtype);
 /* Its function takes any arguments, so it parses its own: bind/tensor/ops_checkpoint.c */
 PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module));
+PyObject *fsdpc_py_checkpoint_products(FSDPC_PY_FASTCALL(module));
 
 /* ---- arguments that an operation reads itself ---- */
 

@@ -7,7 +7,8 @@
  * argument requires grad.
  *
  * The node saves the tensor arguments, so a change in place before backward is an error and they
- * may leave memory (nn/saved_tensors.h). Parameters stay Python objects, because a unit gives them
+ * may leave memory (nn/saved_tensors.h). checkpoint_products also keeps the results of products, which
+ * the second run takes (nn/products.h). Parameters stay Python objects, because a unit gives them
  * other memory in the meantime.
  *
  * Tensors are recognised among args and the values of kwargs, not inside containers. Both runs of
@@ -16,12 +17,16 @@
 #include "bind/tensor/ops.h"
 #include "bind/tensor/tensor.h"
 
+#include "nn/products.h"
+
 typedef struct checkpoint {
     fsdpc_py_state *state;
     PyObject *fn, *values;  /* a tuple of arguments, keyword arguments last */
     int8_t *saved_at;       /* for each, the slot of the node that saves it; -1: none */
     fsdpc_saved_list saved; /* not owned after the node has them */
-    PyObject *names;        /* a tuple, or NULL */
+    bool keeps_products;
+    fsdpc_products products;
+    PyObject *names; /* a tuple, or NULL */
     uint64_t seed, first_stream;
     uint64_t ran_at; /* the tape's next_number after fn had run */
 } checkpoint;
@@ -34,6 +39,7 @@ static void checkpoint_release(void *arg)
     Py_XDECREF(c->values);
     Py_XDECREF(c->names);
     PyMem_Free(c->saved_at);
+    fsdpc_products_drop(&c->products);
     PyMem_Free(c);
     PyGILState_Release(gil);
 }
@@ -177,6 +183,10 @@ static fsdpc_status recompute(checkpoint *c, int n_out, fsdpc_tensor *const *dys
     fsdpc_tape *tape = c->state->runtime.tape;
     uint64_t seed = tape->seed, stream = tape->next_stream, recomputing = tape->recomputing;
     bool enabled = tape->grad_enabled;
+    struct fsdpc_products *products = tape->products;
+    c->products.replay = true;
+    c->products.at = 0;
+    tape->products = c->keeps_products ? &c->products : NULL;
     tape->seed = c->seed;
     tape->next_stream = c->first_stream;
     tape->recomputing = c->ran_at;
@@ -186,6 +196,7 @@ static fsdpc_status recompute(checkpoint *c, int n_out, fsdpc_tensor *const *dys
     tape->next_stream = stream;
     tape->recomputing = recomputing;
     tape->grad_enabled = enabled;
+    tape->products = products;
     if (!result)
         return fsdpc_fail(FSDPC_ERR_CALLBACK, "a checkpointed function raised when recomputed");
     fsdpc_status status = nested_backward(&c->state->runtime, result, n_out, dys);
@@ -288,7 +299,7 @@ static PyObject *join(checkpoint *c, PyObject *result)
     return joined;
 }
 
-PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module))
+static PyObject *call_checkpoint(FSDPC_PY_FASTCALL(module), bool keeps_products)
 {
     fsdpc_py_state *state = PyModule_GetState(module);
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
@@ -309,14 +320,18 @@ PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module))
                       .values = PyTuple_New(n),
                       .saved_at = PyMem_Calloc((size_t)n + 1, 1),
                       .names = Py_XNewRef(keywords),
+                      .keeps_products = keeps_products,
                       .seed = tape->seed,
                       .first_stream = tape->next_stream};
     for (Py_ssize_t i = 0; c->values && i < n; i++)
         PyTuple_SET_ITEM(c->values, i, Py_NewRef(args[1 + i]));
     if (c->values && c->saved_at) {
+        struct fsdpc_products *products = tape->products;
+        tape->products = keeps_products ? &c->products : NULL;
         tape->grad_enabled = false;
         result = PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, keywords);
         tape->grad_enabled = true;
+        tape->products = products;
     }
     if (!result) {
         checkpoint_release(c);
@@ -326,4 +341,14 @@ PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module))
     PyObject *joined = join(c, result);
     Py_DECREF(result);
     return joined;
+}
+
+PyObject *fsdpc_py_checkpoint(FSDPC_PY_FASTCALL(module))
+{
+    return call_checkpoint(module, args, nargs, keywords, false);
+}
+
+PyObject *fsdpc_py_checkpoint_products(FSDPC_PY_FASTCALL(module))
+{
+    return call_checkpoint(module, args, nargs, keywords, true);
 }

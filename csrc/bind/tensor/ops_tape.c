@@ -288,5 +288,6 @@ PyMethodDef fsdpc_py_tape_functions[] = {
     FSDPC_PY_FUNCTION_ROW(backward),
     FSDPC_PY_FUNCTION_ROW(custom),
     FSDPC_PY_FUNCTION(checkpoint, fsdpc_py_checkpoint, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(checkpoint_products, fsdpc_py_checkpoint_products, FSDPC_PY_FAST),
     {NULL, NULL, 0, NULL},
 };

@@ -194,6 +194,8 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
             options.fitted = fit_activations(model, (options.batch, options.seq), which.bytes,
                                              mp_policy=make_policy(options),
                                              offload_policy=options.offload)  # fmt: skip
+        elif which == "products":
+            checkpoint_activations(model.blocks(), save=which)
         else:
             checkpoint_activations(model.blocks(), which)
     return model

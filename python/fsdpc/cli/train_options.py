@@ -232,8 +232,8 @@ def add_recompute_option(group: Any) -> None:
         nargs="?",
         const="all",
         metavar="WHICH",
-        help="recompute blocks in backward: all, every N-th, a ratio like 0.5, or what "
-        "makes activations fit in memory like 800MiB",
+        help="recompute blocks in backward: all, products (not those), every N-th, a ratio, "
+        "or what makes activations fit in memory such as 800MiB",
     )
     group.add_argument(
         "--tile-tokens",
@@ -534,7 +534,7 @@ class ActivationMemory(NamedTuple):
 
 def checkpoint_choice(text: str) -> str | int | float | ActivationMemory:
     """Return the argument for :func:`fsdpc.checkpoint_activations`, or the memory to fit in."""
-    if text == "all":
+    if text in ("all", "products"):
         return text
     if given := re.fullmatch(r"(\d+(?:\.\d+)?)([MG])iB", text):
         return ActivationMemory(float(given[1]) * 2 ** (20 if given[2] == "M" else 30))
@@ -545,6 +545,6 @@ def checkpoint_choice(text: str) -> str | int | float | ActivationMemory:
     except ValueError:
         pass
     raise ValueError(
-        "--checkpoint-activations takes all, a number of blocks, a ratio up to 1, or memory such "
-        f"as 800MiB, got '{text}'"
+        "--checkpoint-activations takes all, products, a number of blocks, a ratio up to 1, or "
+        f"memory such as 800MiB, got '{text}'"
     )

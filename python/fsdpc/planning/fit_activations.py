@@ -1,7 +1,8 @@
 """Choose what recomputes its activations, so that a step fits in a number of bytes.
 
-The parts of a block are its direct children. For every set of parts, and for the whole block, two
-dry runs tell how many bytes one block saves if they recompute, and how many FLOPs that costs. With
+The parts of a block are its direct children. For every set of parts, and for the whole block with
+and without its products, two dry runs tell how many bytes one block saves if they recompute, and
+how many FLOPs that costs. With
 one budget, the cheapest mix needs at most two of these choices: the first blocks take the one that
 saves more, since the last block's activations are needed again at once.
 """
@@ -31,9 +32,9 @@ _LEAST = 0.05  # of what a whole block saves: parts that save less, as norms do,
 class FittedActivations:
     """What recomputes, and what a step then needs.
 
-    ``modules`` are the names of the changed modules, ``peak`` the activation bytes of a step, and
-    ``recomputed`` the FLOPs of products that run again, as a fraction of a step's without
-    recomputation.
+    ``modules`` are the names of the changed modules, ``keeping`` those among them that save their
+    products, ``peak`` the activation bytes of a step, and ``recomputed`` the FLOPs of products that
+    run again, as a fraction of a step's without recomputation.
 
     Examples
     --------
@@ -45,6 +46,7 @@ class FittedActivations:
     modules: tuple[str, ...]
     peak: int
     recomputed: float
+    keeping: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -108,21 +110,37 @@ def fit_activations(
     leaving = dict.fromkeys(blocks, offload_policy) if moving else {}
     search = _Search(model, blocks, tuple(batch), mp_policy, leaving)
     chosen, peak, recomputed = search.best(memory)
-    checkpoint_activations(chosen)
-    return FittedActivations(tuple(names[id(m)] for m in chosen), peak, recomputed)
+    for module, save in chosen:
+        checkpoint_activations([module], save=save)
+    modules = tuple(names[id(m)] for m, _ in chosen)
+    keeping = tuple(names[id(m)] for m, save in chosen if save == "products")
+    return FittedActivations(modules, peak, recomputed, keeping)
+
+
+_PRODUCTS = "+"
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """The children of a block that recompute, by name; "" is the block itself."""
+    """The children of a block that recompute, by name; "" is the block itself.
+
+    _PRODUCTS is the block too, and saves its products.
+    """
 
     parts: tuple[str, ...]
     saved: float  # bytes per block
     cost: float  # FLOPs per block
 
 
-def _parts_of(blocks: list[Module], parts: tuple[str, ...]) -> list[Module]:
-    return [{"": b, **dict(b.named_children())}[name] for b in blocks for name in parts]
+_Part = tuple[Module, str]  # and what it saves
+
+
+def _parts_of(blocks: list[Module], parts: tuple[str, ...]) -> list[_Part]:
+    return [
+        ({"": b, _PRODUCTS: b, **dict(b.named_children())}[name],
+         "products" if name == _PRODUCTS else "inputs")
+        for b in blocks for name in parts
+    ]  # fmt: skip
 
 
 class _Search:
@@ -134,8 +152,8 @@ class _Search:
         self.leaving = leaving
         self.peak, self.flops = self.measure([])
 
-    def measure(self, chosen: list[Module]) -> tuple[int, float]:
-        with recomputing(chosen), planning(self.leaving):
+    def measure(self, chosen: list[_Part]) -> tuple[int, float]:
+        with _recomputing(chosen), planning(self.leaving):
             return measure_step(self.model, self.batch, self.policy)
 
     def choices(self) -> list[_Choice]:
@@ -147,7 +165,8 @@ class _Search:
         most = len(single) if len(single) <= _MOST_PARTS else 1
         worth = [c.parts[0] for c in single]
         sets = [s for n in range(2, most + 1) for s in combinations(worth, n)]
-        return [_Choice((), 0, 0), *single, *map(self.choice, sets), whole]
+        products = self.choice((_PRODUCTS,))
+        return [_Choice((), 0, 0), products, *single, *map(self.choice, sets), whole]
 
     def choice(self, parts: tuple[str, ...]) -> _Choice:
         """Measure a choice that all blocks but the last take, which is needed again at once."""
@@ -156,7 +175,7 @@ class _Search:
         n = len(taking)
         return _Choice(parts, (self.peak - peak) / n, (flops - self.flops) / n)
 
-    def best(self, memory: float) -> tuple[list[Module], int, float]:
+    def best(self, memory: float) -> tuple[list[_Part], int, float]:
         """Return the cheapest modules with which a step fits, its peak and what it costs."""
         if self.peak <= memory:
             return [], self.peak, 0.0
@@ -178,7 +197,7 @@ class _Search:
             least = min(least, peak)
             if peak <= memory:
                 return chosen, peak, flops / self.flops - 1
-        whole = self.measure(self.blocks)[0]
+        whole = self.measure([(block, "inputs") for block in self.blocks])[0]
         raise ValueError(
             f"fit_activations: a step over {self.batch} needs {min(least, whole):,} bytes of "
             f"activations even if all blocks recompute; {memory:,.0f} bytes are given"
@@ -201,6 +220,20 @@ def recomputing(modules: list[Module], which: Any = "all") -> Iterator[None]:
     try:
         yield
     finally:
-        for module in modules if which is not None else ():
-            if not is_tiled(module):
-                module.__dict__.pop("forward", None)
+        _undo(modules if which is not None else [])
+
+
+@contextmanager
+def _recomputing(parts: list[_Part]) -> Iterator[None]:
+    for module, save in parts:
+        checkpoint_activations([module], save=save)
+    try:
+        yield
+    finally:
+        _undo([module for module, _ in parts])
+
+
+def _undo(modules: list[Module]) -> None:
+    for module in modules:
+        if not is_tiled(module):
+            module.__dict__.pop("forward", None)

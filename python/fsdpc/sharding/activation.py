@@ -13,8 +13,13 @@ from fsdpc.nn.module import Module
 __all__ = ["checkpoint", "checkpoint_activations"]
 
 
+_CALLS = {"inputs": _core.checkpoint, "products": _core.checkpoint_products}
+
+
 def checkpoint_activations(
-    modules: Iterable[Module], which: str | int | float | Callable[[Module], bool] = "all"
+    modules: Iterable[Module],
+    which: str | int | float | Callable[[Module], bool] = "all",
+    save: str = "inputs",
 ) -> int:
     """Make modules save only their inputs and rerun their forward in backward.
 
@@ -26,6 +31,9 @@ def checkpoint_activations(
         All candidates; every n-th; a ratio in (0, 1], evenly spread; or those for which the
         function returns true. The function is also called for every module inside the candidates,
         so it can choose only attention, for example.
+    save : {"inputs", "products"}, default "inputs"
+        "products" also saves the results of matrix products and attention, so backward repeats
+        only the cheap operations between them (selective checkpointing).
 
     Returns
     -------
@@ -59,9 +67,11 @@ def checkpoint_activations(
         raise ValueError(
             f"which must be 'all', a positive int, a ratio or a function, got {which!r}"
         )
+    if save not in _CALLS:
+        raise ValueError(f"save={save!r} is not one of {', '.join(_CALLS)}")
     for module in chosen:
         if wrapped_forward(module) is None:
-            replace_forward(module, _core.checkpoint)  # without gradients, a plain call
+            replace_forward(module, _CALLS[save])  # without gradients, a plain call
     return len(chosen)
 
 
