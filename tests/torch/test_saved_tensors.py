@@ -162,15 +162,16 @@ def test_tensors_that_others_hold_stay(disk: Path) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_changes_in_place_are_noticed(disk: Path) -> None:
+@pytest.mark.parametrize("features", [4 * WIDTH, 1], ids=["leaves", "is too small to leave"])
+def test_changes_in_place_are_noticed(features: int, disk: Path) -> None:
     """As autograd does without hooks; a tensor that has left cannot be changed any more."""
 
     class Changed(Block):
         def forward(self, x: Any) -> Any:
-            y = torch.exp(self.up(self.norm(x)))
+            y = torch.exp(self.up(self.norm(x))[..., :features].contiguous())
             z = y.square()
             y.add_(1)
-            return x + self.down(z)
+            return x + self.down(z.expand(*x.shape[:-1], 4 * WIDTH))
 
     for policy in (None, on_disk(disk)):
         torch.manual_seed(3)

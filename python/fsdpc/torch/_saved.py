@@ -21,28 +21,33 @@ from fsdpc.sharding.saved import SavedTensors, refuse_outer
 
 _users = torch._C._storage_Use_Count
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_LEAST = 4096  # bytes
 
 
 class _Saved:
-    """A tensor as autograd holds it: a view of its memory, or where that view was."""
+    """A tensor as autograd holds it: a view of its memory, or where that view was.
+
+    ``entry`` is None if the tensor stays.
+    """
 
     __slots__ = ("__weakref__", "dtype", "entry", "geometry", "version", "view")
 
-    def __init__(self, view: torch.Tensor, entry: _Entry) -> None:
+    def __init__(self, view: torch.Tensor, entry: _Entry | None) -> None:
         self.view: torch.Tensor | None = view
         self.entry = entry
         self.dtype = view.dtype
-        self.geometry = view.storage_offset(), view.shape, view.stride()
+        if entry is not None:
+            self.geometry = view.storage_offset(), view.shape, view.stride()
+            entry.saved.append(weakref.ref(self))
         self.version = view._version
 
     def restored(self) -> torch.Tensor:
-        if self.entry.set is not None:
-            self.entry.set.need()
+        entry = self.entry
+        if entry is not None and entry.set is not None:
+            entry.set.need()
         if self.view is None:
-            assert self.entry.storage is not None
+            assert entry is not None and entry.storage is not None
             empty = torch.empty(0, dtype=self.dtype)
-            self.view = empty.set_(self.entry.storage, *self.geometry)  # type: ignore[call-overload]
+            self.view = empty.set_(entry.storage, *self.geometry)  # type: ignore[call-overload]
             self.version = self.view._version
         elif self.view._version != self.version:
             raise RuntimeError(
@@ -140,18 +145,14 @@ class Saving:
         self.store = store
         self.units = units
         self.current: _Set | None = None  # while the root's forward runs
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.restored)
 
-    def _pack(self, t: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, t: torch.Tensor) -> _Saved:
         plain = type(t) is torch.Tensor and t.layout is torch.strided and t.device.type == "cpu"
-        if self.current is None or not plain or t.is_conj() or t.is_neg():
-            return t
-        if t.untyped_storage().nbytes() < _LEAST:
-            return t
-        entry = self.current.entry_of(t)
-        saved = _Saved(t.detach(), entry)
-        entry.saved.append(weakref.ref(saved))
-        return saved
+        may_leave = self.current is not None and plain and not t.is_conj() and not t.is_neg()
+        if not may_leave:
+            return _Saved(t, None)
+        return _Saved(t.detach(), self.current.entry_of(t))  # type: ignore[union-attr]
 
     def enter(self, name: str) -> None:
         """Begin the root's forward."""
@@ -183,10 +184,6 @@ class Saving:
             if entry is not None:
                 entry.set = of_core
         self.current = _Set()
-
-
-def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
-    return saved if isinstance(saved, torch.Tensor) else saved.restored()
 
 
 def saving_of(states: list[Any]) -> Saving | None:
