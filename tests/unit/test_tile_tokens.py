@@ -173,10 +173,13 @@ def test_what_is_refused() -> None:
 
     mlp, mean, x = MLP(), Mean(), fsdpc.ones(2, 5, 4)
     fsdpc.checkpoint_activations([mlp])
+    keeping = MLP()
+    fsdpc.checkpoint_activations([keeping], save="products")
     wrong: list[tuple[Any, str]] = [
         (MLP(), "takes an iterable of modules, got a MLP: put it into a list"),
         ([mean, 3], "takes modules, got int"),
         ([mean, mlp], "MLP is checkpointed already; a tiled module recomputes by itself"),
+        ([keeping], "MLP is checkpointed already; a tiled module recomputes by itself"),
         ([nn.ModuleList()], "ModuleList has no forward: choose the modules in it"),
         ([nn.Sequential(nn.BatchNorm1d(4))],
          "'0' of Sequential, a BatchNorm1d, mixes tokens; choose modules whose output at a token"),

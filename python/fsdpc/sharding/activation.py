@@ -75,6 +75,11 @@ def checkpoint_activations(
     return len(chosen)
 
 
+def is_checkpointed(module: Any) -> bool:
+    """Return whether :func:`checkpoint_activations` changed a module."""
+    return getattr(wrapped_forward(module), "func", None) in _CALLS.values()
+
+
 def wrapped_forward(module: Any) -> Any:
     """Return what replaces a module's own forward, as a partial, or None."""
     own = module.__dict__.get("forward")

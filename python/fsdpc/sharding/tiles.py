@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fsdpc import _core, nn
 from fsdpc.nn.module import Module
 from fsdpc.nn.normalization import _BatchNorm
-from fsdpc.sharding.activation import replace_forward, wrapped_forward
+from fsdpc.sharding.activation import is_checkpointed, replace_forward, wrapped_forward
 
 __all__ = ["tile_tokens"]
 
@@ -154,7 +154,7 @@ def _check_module(frontend: Frontend, module: Any) -> None:
     wrapped = wrapped_forward(module)
     if is_tiled(module):
         raise ValueError(f"tile_tokens: {kind} is in tiles of {wrapped.args[2]} tokens already")
-    if getattr(wrapped, "func", None) is _core.checkpoint or kind == "CheckpointWrapper":
+    if is_checkpointed(module) or kind == "CheckpointWrapper":
         raise ValueError(
             f"tile_tokens: {kind} is checkpointed already; a tiled module recomputes by itself"
         )
