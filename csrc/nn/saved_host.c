@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "base/size.h"
+#include "nn/frame.h"
 #include "tier/saved_internal.h"
 
 typedef struct segment {
@@ -30,21 +31,15 @@ static saved_host *host_of(fsdpc_saved_mover *mover)
 static fsdpc_status host_grow(fsdpc_saved_mover *mover, uint64_t from, uint64_t to)
 {
     saved_host *host = host_of(mover);
-    if (host->n_segments == host->room) {
-        size_t room = host->room ? 2 * host->room : 16;
-        segment *grown = realloc(host->segments, room * sizeof *grown);
-        if (!grown)
-            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a list of saved tensors");
-        host->segments = grown;
-        host->room = room;
-    }
     void *memory;
+    FSDPC_TRY(
+        fsdpc_frame_grow(&host->segments, host->n_segments, &host->room, sizeof *host->segments));
     FSDPC_TRY(fsdpc_device_alloc(host->device, FSDPC_MEM_PINNED, to - from, &memory));
     host->segments[host->n_segments++] = (segment){memory, from, to};
     return FSDPC_OK;
 }
 
-/* Copies the parts of an array that lie in a segment. */
+/* Copies the part of an array that a segment holds. */
 static fsdpc_status copy_part(saved_host *host, const segment *s, const fsdpc_saved_array *array,
                               uint64_t at, bool reads)
 {

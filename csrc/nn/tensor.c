@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/ref.h"
 #include "base/size.h"
 
 static fsdpc_status shape_numel(int ndim, const size_t *shape, size_t *out)
@@ -202,12 +203,7 @@ fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage)
 
 bool fsdpc_storage_try_acquire(fsdpc_storage *storage)
 {
-    int refs = atomic_load_explicit(&storage->refs, memory_order_relaxed);
-    while (refs > 0)
-        if (atomic_compare_exchange_weak_explicit(&storage->refs, &refs, refs + 1,
-                                                  memory_order_relaxed, memory_order_relaxed))
-            return true;
-    return false;
+    return fsdpc_ref_try_acquire(&storage->refs);
 }
 
 void fsdpc_storage_release(fsdpc_storage *storage)

@@ -20,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/ref.h"
 #include "base/size.h"
 #include "tier/saved_internal.h"
 
@@ -149,12 +150,7 @@ static void stay(fsdpc_saved_set *set, bool restored)
 /* Returns a reference to one of the store's sets, or NULL if its last holder is releasing it. */
 static fsdpc_saved_set *hold(fsdpc_saved_set *set)
 {
-    int refs = set ? atomic_load_explicit(&set->refs, memory_order_relaxed) : 0;
-    while (refs > 0)
-        if (atomic_compare_exchange_weak_explicit(&set->refs, &refs, refs + 1, memory_order_relaxed,
-                                                  memory_order_relaxed))
-            return set;
-    return NULL;
+    return set && fsdpc_ref_try_acquire(&set->refs) ? set : NULL;
 }
 
 static fsdpc_status leave(fsdpc_saved *saved, fsdpc_saved_set *set)

@@ -8,25 +8,12 @@
 
 #include "base/size.h"
 #include "check.h"
+#include "fs_faults.h"
 
 enum { SETS = 5, ARRAYS = 3, CHUNK = 1 << 20 };
 
 static char folder[] = "/tmp/fsdpc-test-saved-XXXXXX";
 static fsdpc_mem *mem;
-
-typedef struct faults {
-    const char *call; /* that fails */
-    _Atomic int left; /* times it does not before */
-} faults;
-
-static fsdpc_status hook(void *arg, const char *call, const char *path)
-{
-    faults *f = arg;
-    (void)path;
-    if (!f->call || strcmp(call, f->call) != 0 || f->left-- > 0)
-        return FSDPC_OK;
-    return fsdpc_fail(FSDPC_ERR_OS, "the test lets %s fail", call);
-}
 
 static fsdpc_saved *store_with(faults *f, double part)
 {

@@ -7,25 +7,12 @@
 
 #include "base/size.h"
 #include "check.h"
+#include "fs_faults.h"
 
 enum { CHUNK = 8192 };
 
 static char folder[] = "/tmp/fsdpc-test-tier-XXXXXX";
 static fsdpc_mem *mem;
-
-typedef struct faults {
-    const char *call; /* that fails */
-    _Atomic int left; /* times it does not before */
-} faults;
-
-static fsdpc_status hook(void *arg, const char *call, const char *path)
-{
-    faults *f = arg;
-    (void)path;
-    if (!f->call || strcmp(call, f->call) != 0 || f->left-- > 0)
-        return FSDPC_OK;
-    return fsdpc_fail(FSDPC_ERR_OS, "the test lets %s fail", call);
-}
 
 static fsdpc_tier *tier_with(faults *f)
 {

@@ -118,28 +118,31 @@ static PyObject *saved_call(PyObject *object, PyObject *const *args, Py_ssize_t 
 
 /* ---- Tensors of another library ---- */
 
-/* Calls owner.name(), whose result the caller owns; reports failure as a status. */
-static fsdpc_status ask(PyObject *owner, const char *name, PyObject **out)
+/* Calls owner.name(), or owner.name(value); reports failure as a status. The caller owns the
+ * result. */
+static fsdpc_status ask(PyObject *owner, const char *name, PyObject *value, PyObject **out)
 {
-    *out = PyObject_CallMethod(owner, name, NULL);
+    *out = PyObject_CallMethod(owner, name, value ? "O" : NULL, value);
     return *out ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_CALLBACK, "%s() of saved tensors raised", name);
 }
 
-static fsdpc_status tell(void *arg, const char *name, PyObject *value)
+/* Calls a method that has no result and does not fail. */
+static void tell(PyObject *owner, const char *name, PyObject *value)
 {
-    PyObject *done = PyObject_CallMethod(arg, name, value ? "O" : NULL, value);
-    if (!done)
-        PyErr_WriteUnraisable(arg);
-    Py_XDECREF(done);
-    return FSDPC_OK;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *none;
+    if (ask(owner, name, value, &none) != FSDPC_OK)
+        PyErr_WriteUnraisable(owner);
+    Py_XDECREF(none);
+    PyGILState_Release(gil);
 }
 
 /* Asks the owner which of its arrays, [(address, bytes), ...], may leave, and tells it which do. */
 static fsdpc_status owner_collect(void *arg, fsdpc_saved_set *set)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *arrays, *leave = PyList_New(0);
-    fsdpc_status status = ask(arg, "arrays", &arrays);
+    PyObject *arrays, *none = NULL, *leave = PyList_New(0);
+    fsdpc_status status = ask(arg, "arrays", NULL, &arrays);
     for (Py_ssize_t i = 0; status == FSDPC_OK && i < PyList_GET_SIZE(arrays); i++) {
         unsigned long long address;
         Py_ssize_t bytes;
@@ -150,7 +153,8 @@ static fsdpc_status owner_collect(void *arg, fsdpc_saved_set *set)
             status = fsdpc_fail(FSDPC_ERR_CALLBACK, "arrays() of saved tensors");
     }
     if (status == FSDPC_OK)
-        status = tell(arg, "leave", leave);
+        status = ask(arg, "leave", leave, &none);
+    Py_XDECREF(none);
     Py_XDECREF(arrays);
     Py_XDECREF(leave);
     PyGILState_Release(gil);
@@ -159,16 +163,14 @@ static fsdpc_status owner_collect(void *arg, fsdpc_saved_set *set)
 
 static void owner_release(void *arg)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    (void)tell(arg, "release", NULL);
-    PyGILState_Release(gil);
+    tell(arg, "release", NULL);
 }
 
 static fsdpc_status owner_restore(void *arg, void **memory_out)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *addresses;
-    fsdpc_status status = ask(arg, "restore", &addresses);
+    fsdpc_status status = ask(arg, "restore", NULL, &addresses);
     for (Py_ssize_t i = 0; status == FSDPC_OK && i < PyList_GET_SIZE(addresses); i++)
         memory_out[i] = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyList_GET_ITEM(addresses, i));
     if (status == FSDPC_OK && PyErr_Occurred())
@@ -180,9 +182,7 @@ static fsdpc_status owner_restore(void *arg, void **memory_out)
 
 static void owner_settle(void *arg, bool restored)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    (void)tell(arg, "settle", restored ? Py_True : Py_False);
-    PyGILState_Release(gil);
+    tell(arg, "settle", restored ? Py_True : Py_False);
 }
 
 static void owner_destroy(void *arg)

@@ -7,9 +7,9 @@
  * argument requires grad.
  *
  * The node saves the tensor arguments, so a change in place before backward is an error and they
- * may leave memory (nn/saved_tensors.h). checkpoint_products also keeps the results of products, which
- * the second run takes (nn/products.h). Parameters stay Python objects, because a unit gives them
- * other memory in the meantime.
+ * may leave memory (nn/saved_tensors.h). Parameters stay Python objects, because a unit gives them
+ * other memory in the meantime. checkpoint_products also keeps the results of products, which the
+ * second run takes (nn/products.h).
  *
  * Tensors are recognised among args and the values of kwargs, not inside containers. Both runs of
  * fn must return the same tensor or tuple of tensors; other values in the tuple pass through.
