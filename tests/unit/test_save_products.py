@@ -70,7 +70,7 @@ def test_a_budget_takes_what_costs_nothing_first() -> None:
 
 
 def test_every_kind_of_product() -> None:
-    """Also of vectors and batches, and beside a checkpoint inside, which repeats its own."""
+    """Vectors and batches have products too; a checkpoint inside repeats its own."""
     rng = np.random.default_rng(0)
     a, b, v = (fsdpc.tensor(rng.standard_normal(s).astype(np.float32), requires_grad=True)
                for s in ((3, 4, 5), (5, 6), (6,)))  # fmt: skip

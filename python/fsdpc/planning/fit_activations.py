@@ -110,8 +110,7 @@ def fit_activations(
     leaving = dict.fromkeys(blocks, offload_policy) if moving else {}
     search = _Search(model, blocks, tuple(batch), mp_policy, leaving)
     chosen, peak, recomputed = search.best(memory)
-    for module, save in chosen:
-        checkpoint_activations([module], save=save)
+    _recompute(chosen)
     modules = tuple(names[id(m)] for m, _ in chosen)
     keeping = tuple(names[id(m)] for m, save in chosen if save == "products")
     return FittedActivations(modules, peak, recomputed, keeping)
@@ -143,6 +142,11 @@ def _parts_of(blocks: list[Module], parts: tuple[str, ...]) -> list[_Part]:
     ]  # fmt: skip
 
 
+def _recompute(parts: list[_Part]) -> None:
+    for module, save in parts:
+        checkpoint_activations([module], save=save)
+
+
 class _Search:
     def __init__(
         self, model: Any, blocks: list[Module], batch: tuple[int, ...], policy: Any,
@@ -153,8 +157,10 @@ class _Search:
         self.peak, self.flops = self.measure([])
 
     def measure(self, chosen: list[_Part]) -> tuple[int, float]:
-        with _recomputing(chosen), planning(self.leaving):
-            return measure_step(self.model, self.batch, self.policy)
+        with _undone([module for module, _ in chosen]):
+            _recompute(chosen)
+            with planning(self.leaving):
+                return measure_step(self.model, self.batch, self.policy)
 
     def choices(self) -> list[_Choice]:
         """Return what a block can do: nothing, recompute sets of its parts, or recompute all."""
@@ -215,25 +221,20 @@ def recomputing(modules: list[Module], which: Any = "all") -> Iterator[None]:
 
     With ``which`` None, nothing changes.
     """
-    if which is not None:
-        checkpoint_activations(modules, which)
-    try:
+    if which is None:
         yield
-    finally:
-        _undo(modules if which is not None else [])
+        return
+    with _undone(modules):
+        checkpoint_activations(modules, which)
+        yield
 
 
 @contextmanager
-def _recomputing(parts: list[_Part]) -> Iterator[None]:
-    for module, save in parts:
-        checkpoint_activations([module], save=save)
+def _undone(modules: list[Module]) -> Iterator[None]:
+    """Take recomputation back at the end of the block."""
     try:
         yield
     finally:
-        _undo([module for module, _ in parts])
-
-
-def _undo(modules: list[Module]) -> None:
-    for module in modules:
-        if not is_tiled(module):
-            module.__dict__.pop("forward", None)
+        for module in modules:
+            if not is_tiled(module):
+                module.__dict__.pop("forward", None)

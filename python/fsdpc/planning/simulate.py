@@ -100,6 +100,11 @@ class SimulateOptions:
         known = [name for name in STATES if name != "adafactor"]  # which makes several passes
         if self.optimizer not in known:
             raise ValueError(f"optimizer '{self.optimizer}': one of {', '.join(known)}")
+        if self.offload_policy is not None and self.offload_policy.activations == "disk":
+            raise NotImplementedError(
+                "simulate() with activations on a disk: it does not know when they move; "
+                "memory_plan() counts their bytes"
+            )
         _check_positive(
             accumulate=self.accumulate,
             local_bandwidth=self.local_bandwidth,
@@ -337,11 +342,6 @@ def simulate(
 def _disk_bytes(policy: OffloadPolicy | None, states: float) -> float:
     """Return the disk bytes per shard element and step, excluding page cache traffic."""
     each = {"masters": 8, "optimizer": states, "gradients": 8, "params": 0}
-    if policy is not None and policy.activations == "disk":
-        raise NotImplementedError(
-            "simulate() with activations on a disk: it does not know when they move; memory_plan() "
-            "counts their bytes"
-        )
     return policy.fraction * sum(each[name] for name in policy.on_disk) if policy else 0.0
 
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from fsdpc import _core
@@ -53,7 +54,7 @@ def leaves(policy: Any) -> bool:
 
 
 def check_leaves(policy: Any, device: str) -> None:
-    """Raise if activations cannot go where a policy puts them."""
+    """Raise if a policy puts activations on a disk and ranks do not compute on CPUs."""
     if device != "cpu" and getattr(policy, "activations", "device") == "disk":
         raise NotImplementedError(
             f"activations='disk' where ranks compute on {device}: they can be on the 'host'"
@@ -96,8 +97,8 @@ def planning(modules: dict[Any, OffloadPolicy]) -> Iterator[None]:
     """Let the saved tensors of modules that are not sharded leave, for a dry run."""
     own = {m: m.__dict__.get("forward") for m in modules}
     for m, policy in modules.items():
-        on_host = policy.activations == "host"
-        m.__dict__["forward"] = _leaving(m.forward, on_host, float(policy.fraction))
+        place = policy.activations == "host", float(policy.fraction)
+        m.__dict__["forward"] = partial(_call_planned, place, m.forward)
     try:
         yield
     finally:
@@ -108,10 +109,7 @@ def planning(modules: dict[Any, OffloadPolicy]) -> Iterator[None]:
                 m.__dict__["forward"] = forward
 
 
-def _leaving(
-    forward: Callable[..., Any], on_host: bool, fraction: float
-) -> Callable[..., Any]:
-    def leaving(*args: Any, **kwargs: Any) -> Any:
-        return _planned_store(on_host, fraction).call("", forward, args, kwargs)
-
-    return leaving
+def _call_planned(
+    place: tuple[bool, float], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    return _planned_store(*place).call("", forward, args, kwargs)
