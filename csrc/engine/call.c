@@ -104,7 +104,7 @@ fsdpc_status fsdpc_call_leave(fsdpc_unit *unit, fsdpc_left *left_out)
     if (unit->running > 0 || unit->root->model->in_backward)
         *left_out = FSDPC_LEFT_INSIDE;
     else
-        *left_out = fsdpc_unit_reshards(unit) ? FSDPC_LEFT_RESHARD : FSDPC_LEFT_KEPT;
+        *left_out = fsdpc_reshards_after_forward(unit) ? FSDPC_LEFT_RESHARD : FSDPC_LEFT_KEPT;
     return FSDPC_OK;
 }
 

@@ -201,6 +201,23 @@ static void locate(const fsdpc_model *model, const char *where, const char *unit
         fsdpc_comm_locate(root->comm, where, unit);
 }
 
+/* For example, the backward of a head in a unit of its own: it would be gathered again at once. */
+static bool backward_is_next(const fsdpc_unit *unit)
+{
+    const fsdpc_exec_order *exec_order = &unit->root->model->exec_order;
+    if (unit->root->unsharded->at_use || !exec_order->following ||
+        exec_order->position >= exec_order->length)
+        return false;
+    const fsdpc_exec_entry *next = &exec_order->entries[exec_order->position];
+    return next->unit == unit->id && next->backward;
+}
+
+bool fsdpc_reshards_after_forward(const fsdpc_unit *unit)
+{
+    return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent &&
+           !backward_is_next(unit);
+}
+
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit)
 {
     fsdpc_model *model = unit->root->model;
@@ -208,7 +225,7 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit)
     unit->running -= unit->running > 0;
     fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD_END, 0, model->in_backward);
     bool inner = unit->running > 0; /* a method of the unit called its forward */
-    if (!inner && !model->in_backward && fsdpc_unit_reshards(unit))
+    if (!inner && !model->in_backward && fsdpc_reshards_after_forward(unit))
         fsdpc_unsharded_drop(unit);
     if (model->forward_depth == 0 && !model->in_backward)
         locate(model, "user code", "");

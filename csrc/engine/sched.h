@@ -22,6 +22,9 @@
  */
 fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad);
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit);
+/* Returns whether the end of its forward reshards the unit. It does not if more of its modules will
+ * run, if other ranks may run them, or if the execution order has its backward next. */
+bool fsdpc_reshards_after_forward(const fsdpc_unit *unit);
 
 /* `generation` is the root's at the time of the forward (fsdpc_unit_generation). Idempotent. */
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);

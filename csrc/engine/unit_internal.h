@@ -198,13 +198,6 @@ static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
     return unit->clipped ? unit->clip_factor : NULL;
 }
 
-/* Returns whether the unit is resharded at the end of its forward. It is not resharded if more of
- * its modules will run, or if other ranks may run them. */
-static inline bool fsdpc_unit_reshards(const fsdpc_unit *unit)
-{
-    return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
-}
-
 /* Call before reading this rank's rows of the parameter buffer or using the unit's gradient
  * shards. */
 static inline fsdpc_status fsdpc_unit_advance(fsdpc_unit *unit)

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as TF
 
+from fsdpc import _core
 from fsdpc.torch import fully_shard, linear_cross_entropy
+from tests.events import event_counts
 
 from .common import assert_same_grads, average_grads
 
@@ -91,6 +93,38 @@ def test_a_sharded_head(frozen: bool) -> None:
     outside = linear_cross_entropy(torch.ones(1, 16), ours.head.weight, target[:1])
     inside = TF.cross_entropy(plain.head(torch.ones(1, 16)), target[:1])
     torch.testing.assert_close(outside, inside)
+
+
+class LossHead(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, self.weight, target)
+
+
+class Split(torch.nn.Module):
+    """A body, and a head in a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 16), LossHead(16, 50, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).tanh(), target)
+
+
+@pytest.mark.ranks(2)
+def test_a_head_in_its_own_unit_is_gathered_once_per_step() -> None:
+    """Its backward follows its forward, so it stays gathered once a step has been recorded."""
+    model = Split()
+    fully_shard(model.head)
+    fully_shard(model)
+    x, target = torch.randn(5, 8), torch.tensor([1, 2, -100, 7, 49])
+    gathers = []
+    for _ in range(3):
+        _core.trace_reset()
+        model(x, target).backward()
+        gathers.append(event_counts()["gather"])
+        assert model.head.weight.to_local().shape == (25, 16)  # resharded
+    assert gathers == [3, 2, 2]
 
 
 def test_autocast_and_compile() -> None:
