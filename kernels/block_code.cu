@@ -33,6 +33,8 @@ static fsdpc_status over_blocks(Kernel *kernel, const char *what, const fsdpc_co
 {
     const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
     size_t blocks = fsdpc_code_blocks(a->numel, a->row);
+    if (a->code != FSDPC_CODE_ROOT8 && a->code != FSDPC_CODE_UROOT8)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "codes of messages on a GPU");
     if (blocks == 0)
         return FSDPC_OK;
     FSDPC_LAUNCH(kernel, code_grid(queue, blocks), BLOCK_THREADS, 0, queue, *a, blocks);

@@ -25,6 +25,10 @@ fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *sli
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream);
 
+/* Returns how many bytes of these slices a rank sends to another host in a gather with a codec. */
+size_t fsdpc_coll_gather_bytes(fsdpc_codec codec, fsdpc_dtype dtype, const fsdpc_slice *slices,
+                               size_t n_slices);
+
 /* Returns the number of bytes that one peer's contribution to a shard of this length occupies, if
  * contributions are received before they are summed. */
 static inline size_t fsdpc_coll_contribution_bytes(size_t shard_numel, fsdpc_dtype dtype)

@@ -66,6 +66,7 @@
 #include "base/wait.h"
 #include "comm/nap.h"
 #include "device/device.h"
+#include "ops/codec.h"
 #include "tier/tier.h"
 
 typedef struct fsdpc_comm fsdpc_comm;
@@ -79,6 +80,7 @@ typedef struct fsdpc_slice {
     size_t unsharded_offset; /* its offset among the unsharded parameters */
     size_t numel;            /* elements in ONE rank's slice */
     size_t shard_offset;     /* offset of this rank's slice in its shard */
+    size_t row;              /* of a codec (ops/codec.h); divides numel */
 } fsdpc_slice;
 
 #define FSDPC_COLL_TABLE(X)                                                                        \
@@ -156,8 +158,8 @@ typedef struct fsdpc_coll {
     fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, unsharded gradients at byte `offset` */
     size_t offset;        /* bytes into the parameter buffer or reduce buffer where the unsharded
                              parameters begin */
-    bool after_copy_in;   /* GATHER: ranks may have written their slices just before they posted, so
-                             it is done when all have; the same on all ranks */
+    fsdpc_codec codec;    /* GATHER: the form of slices, which it has rounded, between hosts */
+    bool after_copy_in;   /* GATHER: ends when all ranks have posted, since they write until then */
     uint32_t trains;      /* hash of the caller's trainable parameters, or 0; only compared */
     bool same_filling;    /* REDUCE_*: the buffer has already been posted since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
@@ -170,8 +172,7 @@ typedef struct fsdpc_coll {
                                  * cover all ranks; borrowed until the work is done; NULL: one sum
                                  * over all ranks. Only if the communicator `splits_sums` */
     int n_sums;
-    bool tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if the communicator is
-                * faster in a different order */
+    bool tree; /* REDUCE_*: sums ranks as the pairwise tree, wide, even if others are faster */
 
     fsdpc_graph *graph; /* REPLAY; numel identifies it to the peers */
 

@@ -66,7 +66,7 @@ void fsdpc_hosts_op_return(fsdpc_hosts_op *op)
     *at = op;
 }
 
-static void staging_free(fsdpc_hosts_comm *self, fsdpc_hosts_staging *staging)
+void fsdpc_hosts_staging_free(fsdpc_hosts_comm *self, fsdpc_hosts_staging *staging)
 {
     fsdpc_device_free(self->base.device, staging->data);
     *staging = (fsdpc_hosts_staging){0};
@@ -76,9 +76,9 @@ void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     if (!op)
         return;
-    staging_free(self, &op->here);
-    staging_free(self, &op->there);
-    staging_free(self, &op->all);
+    fsdpc_hosts_staging_free(self, &op->here);
+    fsdpc_hosts_staging_free(self, &op->there);
+    fsdpc_hosts_staging_free(self, &op->all);
     free(op->slices);
     free(op->rows);
     free(op->theirs);
@@ -100,7 +100,7 @@ fsdpc_status fsdpc_hosts_staging_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind
     void *data;
     if (staging->bytes >= bytes)
         return FSDPC_OK;
-    staging_free(self, staging);
+    fsdpc_hosts_staging_free(self, staging);
     FSDPC_TRY(fsdpc_device_alloc(self->base.device, kind, bytes, &data));
     *staging = (fsdpc_hosts_staging){.data = data, .bytes = bytes};
     return FSDPC_OK;
@@ -133,7 +133,7 @@ fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
                                     .kind = (uint32_t)coll->kind,
                                     .dtype = (uint32_t)coll->dtype,
                                     .trains = coll->trains,
-                                    .flags = (uint32_t)coll->op,
+                                    .flags = (uint32_t)coll->op | (uint32_t)coll->codec << 8,
                                     .unit = coll->unit,
                                     .root = coll->root};
     snprintf(op->mine.what, sizeof op->mine.what, "%s", coll->what ? coll->what : "");

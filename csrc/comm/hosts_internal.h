@@ -2,7 +2,8 @@
  *
  *     comm_hosts.c     life, split, the table
  *     hosts_param_buffer.c     parameter buffers, epochs, buffers
- *     hosts_op.c       an operation from post to end; gathers and reductions
+ *     hosts_op.c       an operation from post to end; reductions
+ *     hosts_gather.c   gathers
  *     hosts_values.c   all-reduce, all-gather, broadcast and barrier of values
  *     hosts_cross.c    headers and data that one operation sends between hosts
  *
@@ -38,8 +39,8 @@ typedef struct fsdpc_hosts_header {
 
 enum { FSDPC_HOSTS_PARTS = 4 }; /* messages per operation and peer, each with its own tag */
 
-/* Memory for an operation's data in transit, kept for the next operation. It counts as REDUCE for
- * reductions and as OTHER otherwise. */
+/* Memory for an operation's data in transit, kept for the next operation unless a codec is used. It
+ * counts as REDUCE for reductions, as STAGING for codes, and as OTHER otherwise. */
 typedef struct fsdpc_hosts_staging {
     unsigned char *data;
     size_t bytes;
@@ -149,6 +150,7 @@ uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int pa
 /* Ensures that the staging memory holds at least `bytes` bytes. */
 fsdpc_status fsdpc_hosts_staging_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
                                      fsdpc_hosts_staging *staging, size_t bytes);
+void fsdpc_hosts_staging_free(fsdpc_hosts_comm *self, fsdpc_hosts_staging *staging);
 /* Takes the first spare operation or creates one; fsdpc_hosts_op_return puts it back. */
 fsdpc_status fsdpc_hosts_op_take(fsdpc_hosts_comm *self, fsdpc_hosts_op **home,
                                  fsdpc_hosts_op **out);
@@ -159,6 +161,18 @@ void fsdpc_hosts_ops_free(fsdpc_hosts_comm *self, fsdpc_hosts_op **home); /* all
 /* ---- hosts_values.c: one step of an operation on values, which has its turn ---- */
 
 fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+
+/* ---- hosts_gather.c ---- */
+
+/* Checks whether other hosts' rows have changed since they were last received; all ranks get the
+ * same result. */
+fsdpc_status fsdpc_hosts_needs_rows(const fsdpc_coll *coll, bool *needs_out);
+/* Sends this rank's rows and receives its peers' rows, in place if the transport supports runs and
+ * there is no codec. */
+fsdpc_status fsdpc_hosts_cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+/* Call when all have come: copies or decodes received rows into the unsharded parameters unless
+ * they are already there. */
+fsdpc_status fsdpc_hosts_place_rows(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op);
 
 /* ---- hosts_op.c ---- */
 

@@ -4,21 +4,13 @@
  * compare it; data moves between ranks with the same local rank.
  *
  *     GATHER          own slices go to the other hosts, theirs into the parameter buffer; done
- *                     when all ranks of the host have received. Rows are transferred once after
- *                     each change
+ *                     when all ranks of the host have received (hosts_gather.c)
  *     REDUCE_SCATTER  the host sums every rank's slices, wide, and exchanges these sums with the
  *                     other hosts; each rank adds the hosts' sums in host order
  *     REDUCE_ALL      the host sums all slices; each rank exchanges its part of the sums with the
  *                     other hosts and adds theirs, and the host's ranks share the results
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
- *
- * If the transport supports runs, rows move directly from parameter buffer to parameter buffer.
- * That is safe as soon as the operation is posted. By the time a rank continues from an epoch, all
- * reads of the parameter buffer in earlier epochs have finished. A rank completes its gathers
- * before it arrives in the next epoch. Its own rows are therefore not written while the transport
- * reads them. Only the matching local rank writes the rows of a rank on another host, and no rank
- * of this host reads them before the local ranks have synchronised.
  *
  * Sums. A host's ranks are consecutive. If a host has a power-of-two number of ranks, a pairwise
  * tree over the hosts' sums is bit-identical to a single tree over all ranks. To keep results
@@ -48,111 +40,6 @@ static bool is_values(const fsdpc_coll *coll)
 static fsdpc_dtype wide(fsdpc_dtype dtype)
 {
     return dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
-}
-
-/* ---- Gathers ---- */
-
-/* Finds the rows in the parameter buffer that belong to this local rank on a host, and returns
- * their size in bytes. */
-static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
-                      fsdpc_transport_run *rows)
-{
-    size_t element = fsdpc_dtype_bytes(coll->dtype), bytes = 0;
-    for (size_t i = 0; i < coll->n_slices; i++) {
-        size_t first =
-            fsdpc_coll_first(coll, &coll->slices[i], host * self->local_size + self->local_rank);
-        rows[i].data = coll->param_buffer->write + coll->offset + first * element;
-        rows[i].bytes = coll->slices[i].numel * element;
-        bytes += rows[i].bytes;
-    }
-    return bytes;
-}
-
-/* Sends this rank's rows and receives its peers' rows in place, or through the staging buffers
- * `here` and `there` if the transport does not support runs. */
-static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
-{
-    const fsdpc_coll *coll = &op->work->op;
-    size_t n = coll->n_slices, sizes[FSDPC_COLL_MAX_RANKS], all = 0, at = 0;
-    fsdpc_transport_run *rows = realloc(op->rows, (n * (size_t)self->n_hosts + 1) * sizeof *rows);
-    if (!rows)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %zu slices", n);
-    op->rows = rows;
-    for (int h = 0; h < self->n_hosts; h++)
-        all += sizes[h] = rows_of(self, coll, h, rows + (size_t)h * n);
-    const bool packs = !self->transport->takes_runs;
-    const size_t n_runs = packs ? 1 : n;
-    const uint32_t tag = fsdpc_hosts_tag(self, op->sequence, 1);
-    fsdpc_transport_run own = {.bytes = sizes[self->this_host]}, theirs;
-    const fsdpc_transport_run *from = rows + (size_t)self->this_host * n;
-    if (packs) {
-        FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->here, own.bytes));
-        FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_OTHER, &op->there, all - own.bytes));
-        own.data = op->here.data;
-        for (size_t i = 0; i < n; at += from[i++].bytes)
-            memcpy(own.data + at, from[i].data, from[i].bytes);
-        from = &own;
-    }
-    at = 0;
-    for (int h = 0; h < self->n_hosts; h++) {
-        if (h == self->this_host)
-            continue;
-        theirs = (fsdpc_transport_run){packs ? op->there.data + at : NULL, sizes[h]};
-        at += sizes[h];
-        FSDPC_TRY(fsdpc_transport_post_runs(self->transport, false, self->peers[h], tag,
-                                            packs ? &theirs : rows + (size_t)h * n, n_runs,
-                                            &op->ops[op->n_ops++]));
-        FSDPC_TRY(fsdpc_transport_post_runs(self->transport, true, self->peers[h], tag, from,
-                                            n_runs, &op->ops[op->n_ops++]));
-    }
-    return FSDPC_OK;
-}
-
-/* Copies received rows into the unsharded parameters unless they are already there. */
-static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
-{
-    const unsigned char *from = op->there.data;
-    size_t n = op->work->op.n_slices;
-    for (size_t i = 0; !self->transport->takes_runs && i < n * (size_t)self->n_hosts; i++) {
-        if (i / n == (size_t)self->this_host)
-            continue;
-        memcpy(op->rows[i].data, from, op->rows[i].bytes);
-        from += op->rows[i].bytes;
-    }
-}
-
-/* Finds the record of the rows received for the gather at `offset`. Gathers repeat in order, so the
- * search begins after the last hit. */
-static fsdpc_status rows_at(fsdpc_hosts_param_buffer *param_buffer, size_t offset,
-                            fsdpc_hosts_rows **out)
-{
-    for (size_t n = 0; n < param_buffer->n_rows; n++) {
-        size_t i = (param_buffer->next_rows + n) % param_buffer->n_rows;
-        if (param_buffer->rows[i].offset != offset)
-            continue;
-        param_buffer->next_rows = i + 1;
-        *out = &param_buffer->rows[i];
-        return FSDPC_OK;
-    }
-    fsdpc_hosts_rows *rows = realloc(param_buffer->rows, (param_buffer->n_rows + 1) * sizeof *rows);
-    if (!rows)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for another gather of a parameter buffer");
-    param_buffer->rows = rows;
-    rows[param_buffer->n_rows] = (fsdpc_hosts_rows){.offset = offset};
-    *out = &rows[param_buffer->n_rows++];
-    return FSDPC_OK;
-}
-
-/* Checks whether other hosts' rows have changed since they were last received; all ranks get the
- * same result. */
-static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
-{
-    fsdpc_hosts_param_buffer *param_buffer = (fsdpc_hosts_param_buffer *)coll->param_buffer;
-    fsdpc_hosts_rows *rows = NULL;
-    FSDPC_TRY(rows_at(param_buffer, coll->offset, &rows));
-    *needs_out = rows->generation != param_buffer->generation;
-    rows->generation = param_buffer->generation;
-    return FSDPC_OK;
 }
 
 /* ---- Reductions ---- */
@@ -384,7 +271,7 @@ static fsdpc_status show(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     if (op->work->op.kind == FSDPC_COLL_REDUCE_ALL)
         return show_parts(self, op);
-    place_rows(self, op);
+    FSDPC_TRY(fsdpc_hosts_place_rows(self, op));
     return post_meeting(self, op);
 }
 
@@ -441,7 +328,7 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "captured steps over several hosts");
     bool crosses = true, moves = !coll->agree_only;
     if (moves && coll->kind == FSDPC_COLL_GATHER)
-        FSDPC_TRY(needs_rows(coll, &crosses));
+        FSDPC_TRY(fsdpc_hosts_needs_rows(coll, &crosses));
     bool sums = moves && fsdpc_coll_reduces(coll->kind);
     FSDPC_TRY(fsdpc_hosts_op_take(
         self, sums ? &((fsdpc_hosts_buffer *)coll->buffer)->spare : &self->spare, &op));
@@ -458,7 +345,7 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     if (status == FSDPC_OK && crosses && !is_values(coll))
         status = fsdpc_hosts_begin(self, op);
     if (status == FSDPC_OK && crosses && moves && coll->kind == FSDPC_COLL_GATHER)
-        status = cross_rows(self, op);
+        status = fsdpc_hosts_cross_rows(self, op);
     if (status != FSDPC_OK) {
         fsdpc_hosts_op_free(self, op); /* its posted work ends with the communicator */
         return fsdpc_comm_poison(&self->base, status);
@@ -471,8 +358,12 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     return FSDPC_OK;
 }
 
-static void end_op(fsdpc_hosts_op *op, fsdpc_status status)
+static void end_op(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_status status)
 {
+    if (op->work->op.codec != FSDPC_CODEC_EXACT) { /* it is as large as the unit's slices */
+        fsdpc_hosts_staging_free(self, &op->here);
+        fsdpc_hosts_staging_free(self, &op->there);
+    }
     op->work->status = status;
     atomic_store_explicit(&op->work->state, 0, memory_order_relaxed);
     op->work = NULL;
@@ -483,7 +374,7 @@ void fsdpc_hosts_drop(fsdpc_hosts_comm *self)
 {
     for (fsdpc_hosts_op *op; (op = self->pending);) {
         self->pending = op->next;
-        end_op(op, FSDPC_ERR_POISONED);
+        end_op(self, op, FSDPC_ERR_POISONED);
     }
 }
 
@@ -505,7 +396,7 @@ static void carry_on(fsdpc_hosts_comm *self)
         status = step(self, op, !turn_taken);
         if (status < 0) {
             *at = op->next;
-            end_op(op, status);
+            end_op(self, op, status);
             break_off(self, status);
             return;
         }
@@ -515,7 +406,7 @@ static void carry_on(fsdpc_hosts_comm *self)
             continue;
         }
         *at = op->next;
-        end_op(op, FSDPC_OK);
+        end_op(self, op, FSDPC_OK);
     }
 }
 

@@ -31,6 +31,7 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
                      .recv = group->target,
                      .param_buffer = root->param_buffer,
                      .offset = group->param_buffer_offset,
+                     .codec = unit->gather_codec,
                      .after_copy_in = unit->copy_in_later};
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
@@ -81,9 +82,30 @@ fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit)
         FSDPC_TRY(fsdpc_unsharded_cast(unit, &bytes));
     fsdpc_unit_drop_copies(unit);
     fsdpc_root_trace(unit, FSDPC_TRACE_COPY_IN, bytes, root->model->in_backward);
-    fsdpc_unsharded_seal(unit);
+    FSDPC_TRY(fsdpc_unsharded_seal(unit));
     unit->dirty = false;
     return FSDPC_OK;
+}
+
+/* Compares a slice that was rounded after the copy-in with what its masters are rounded to. */
+static fsdpc_status compare_rounded(const fsdpc_unit *unit, const fsdpc_unit_group *group,
+                                    const fsdpc_slice *band, bool *equal_io)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    fsdpc_codec_rows rows = fsdpc_unsharded_rows(group, band);
+    void *rounded;
+    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER,
+                                 rows.numel * fsdpc_dtype_bytes(rows.dtype), &rounded));
+    fsdpc_status status = fsdpc_flat_cast(rounded, rows.dtype,
+                                          fsdpc_unit_masters(unit, group, band, band->shard_offset),
+                                          group->plan->dtype, rows.numel, main);
+    if (status == FSDPC_OK)
+        status = fsdpc_codec_round(unit->gather_codec, &rows, rounded, main);
+    if (status == FSDPC_OK)
+        status = fsdpc_flat_equal(fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
+                                  rows.dtype, rounded, rows.dtype, rows.numel, equal_io, main);
+    fsdpc_device_free(unit->device, rounded);
+    return status;
 }
 
 fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
@@ -93,6 +115,10 @@ fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
+            if (fsdpc_unsharded_rounds(unit, group, band)) {
+                FSDPC_TRY(compare_rounded(unit, group, band, equal_io));
+                continue;
+            }
             FSDPC_TRY(fsdpc_flat_equal(
                 fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
                 group->param_dtype, fsdpc_unit_masters(unit, group, band, band->shard_offset),

@@ -100,6 +100,8 @@ static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
         FSDPC_TRY(fsdpc_mul_size(place->numel, spec->shape[d], &place->numel));
     }
     place->row_numel = row_of(place->ndim, place->shape);
+    place->code_row =
+        spec->dtype == FSDPC_U8 ? 0 : fsdpc_layout_code_row(place->ndim, place->shape);
     place->band = -1; /* not placed yet */
     place->name = strdup(spec->name);
     if (!place->name)
@@ -109,7 +111,7 @@ static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
 
 static bool same_band(const fsdpc_place *a, const fsdpc_place *b)
 {
-    return a->group == b->group && a->row_numel == b->row_numel;
+    return a->group == b->group && a->row_numel == b->row_numel && a->code_row == b->code_row;
 }
 
 /* Returns the number of rows in the band of `first`, with aligned starts; *real_out is its element
@@ -166,6 +168,7 @@ static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int 
     group->aligns[group->n_bands] = align;
     band->unsharded_offset = fsdpc_round_up(group->unsharded_numel, align);
     band->shard_offset = fsdpc_round_up(group->shard_numel, align);
+    band->row = key.code_row;
     for (int i = first; i < end; i++) {
         fsdpc_place *place = &layout->params[i];
         if (place->band != -1 || !same_band(&key, place))

@@ -6,7 +6,8 @@
  *
  * A flat group contains either the trainable or the frozen parameters of one original dtype. Frozen
  * bytes (uint8, for example codes of quantised weights) are gathered as they are, and come last;
- * trainable groups come first. A group's parameters of equal row length form a band. They are
+ * trainable groups come first. A group's parameters of equal row length, whose codes count from
+ * equal rows, form a band. They are
  * placed end to end in declaration order, each beginning at a multiple of lcm(row, 64) elements.
  * The band's rows are cut into `ranks` equal slices of whole rows. A group's unsharded parameters
  * are the concatenation of its bands; a shard is this rank's slices of them, in the same order. In
@@ -43,6 +44,7 @@ typedef struct fsdpc_place {
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
     size_t numel;
     size_t row_numel; /* never split by a cut */
+    size_t code_row;  /* of fsdpc_layout_code_row; one value per band */
     /* The number of elements that a norm sums at a time, usually 64, which is the same at every
      * world size. If the row length is not a multiple of 64, this is the row length (1 for 1-D) or,
      * with three or more dimensions, gcd(row, 64). */

@@ -192,7 +192,7 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     if (!unit->root || optim->in_backward)
         unit->dirty = true; /* the next epoch copies in */
     else
-        fsdpc_unsharded_seal(unit);
+        FSDPC_TRY(fsdpc_unsharded_seal(unit));
     if (fsdpc_offload_steps_on_host(&unit->offload))
         return fsdpc_optim_host_stepped(unit);
     return FSDPC_OK;

@@ -40,6 +40,7 @@ typedef struct fsdpc_unit_options {
     bool band_per_param; /* see fsdpc_layout_create */
     bool no_alias;       /* private memory for unsharded parameters, inaccessible while sharded */
     fsdpc_offload offload;
+    fsdpc_codec gather_codec; /* how unsharded parameters travel between hosts */
 } fsdpc_unit_options;
 
 /* Returns the number of ranks that contribute to a unit's gradients. */
@@ -93,9 +94,10 @@ fsdpc_array_plan fsdpc_plan_array(const fsdpc_offload *offload, bool offloaded, 
 /* Returns whether masters can be pages of a parameter buffer: modules must read them without a
  * cast, and no step may change them. */
 static inline bool fsdpc_plan_shares_masters(const fsdpc_group *group, fsdpc_dtype param_dtype,
-                                             const fsdpc_offload *offload)
+                                             const fsdpc_offload *offload, fsdpc_codec codec)
 {
-    return group->frozen && param_dtype == group->dtype && !offload->masters && !offload->params;
+    return group->frozen && param_dtype == group->dtype && !offload->masters && !offload->params &&
+           (codec == FSDPC_CODEC_EXACT || group->dtype == FSDPC_U8);
 }
 
 /* For CPU steps (optim_host.h): the number of elements per chunk, and the number of chunks. */

@@ -20,6 +20,7 @@ enum { FIRST, SECOND, N_STAGES };
 /* The space that a unit needs in the memory shared by units. */
 typedef struct unit_sizes {
     size_t param_buffer, slices, buffer[N_STAGES];   /* bytes; a reduce buffer and a partial */
+    size_t codes;                                    /* bytes that a gather with a codec needs */
     int n_trained;                                   /* flat groups; at most one for each dtype */
     fsdpc_dtype dtypes[N_STAGES][FSDPC_DTYPE_COUNT]; /* of their sums */
     bool fills_shard; /* it needs no buffer: kernels fill its gradient shard */
@@ -63,7 +64,8 @@ static bool shares_masters(const planner *p, const fsdpc_plan_unit *unit, const 
                            const fsdpc_group_plan *plan)
 {
     return !p->options->single && !p->options->remote &&
-           fsdpc_plan_shares_masters(group, plan->param_dtype, &unit->options.offload);
+           fsdpc_plan_shares_masters(group, plan->param_dtype, &unit->options.offload,
+                                     unit->options.gather_codec);
 }
 
 static void plan_matrix(planner *p, const fsdpc_place *place)
@@ -158,6 +160,13 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
     fsdpc_array_plan array = fsdpc_plan_array(offload, offload->masters, numel, group->dtype);
     if (!shares_masters(p, unit, group, &plan))
         FSDPC_TRY(plan_array(p, "masters", FSDPC_MEM_MASTER, 1, &array));
+    if (unit->options.gather_codec != FSDPC_CODEC_EXACT) {
+        size_t peers = (size_t)p->options->shards.hosts - 1;
+        size_t bytes = fsdpc_coll_gather_bytes(unit->options.gather_codec, plan.param_dtype,
+                                               group->bands, group->n_bands);
+        if (peers > 0)
+            sizes->codes += fsdpc_mem_counted(bytes) + fsdpc_mem_counted(peers * bytes);
+    }
     if (group->frozen)
         return FSDPC_OK;
     array = fsdpc_plan_array(offload, offload->gradients, numel, plan.grad_dtype);
@@ -240,6 +249,29 @@ static fsdpc_status plan_unsharded(const planner *p)
     fsdpc_status status = plan_slots(p, wants);
     free(wants);
     return status;
+}
+
+/* Plans codes in transit: of the largest units, as many as may be gathered at a time. */
+static fsdpc_status plan_codes_in_transit(const planner *p)
+{
+    enum { AHEAD = 2 }; /* on CPUs; see default_prefetch in unit.c */
+    int left = (p->options->prefetch > AHEAD ? p->options->prefetch : AHEAD) + 1;
+    bool *taken = calloc((size_t)p->n + 1, sizeof *taken);
+    size_t bytes = 0;
+    if (!taken)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", p->n);
+    for (; left > 0; left--) {
+        int most = -1;
+        for (int i = 0; i < p->n; i++)
+            if (!taken[i] && (most < 0 || p->sizes[i].codes > p->sizes[most].codes))
+                most = i;
+        if (most < 0)
+            break;
+        taken[most] = true;
+        bytes += p->sizes[most].codes;
+    }
+    free(taken);
+    return emit(p, "codes in transit", FSDPC_MEM_STAGING, bytes, 1, FSDPC_PLAN_MEMORY);
 }
 
 /* ---- Reduce buffers ---- */
@@ -360,8 +392,8 @@ fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", n_units);
     for (int i = 0; status == FSDPC_OK && i < n_units; i++)
         status = plan_unit(&p, &units[i], &p.sizes[i]);
-    fsdpc_status (*const parts[])(const planner *) = {plan_unsharded, plan_buffers, plan_sums,
-                                                      plan_messages};
+    fsdpc_status (*const parts[])(const planner *) = {plan_unsharded, plan_codes_in_transit,
+                                                      plan_buffers, plan_sums, plan_messages};
     for (size_t i = 0; status == FSDPC_OK && i < sizeof parts / sizeof *parts; i++)
         status = parts[i](&p);
     if (status == FSDPC_OK)

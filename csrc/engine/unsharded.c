@@ -93,6 +93,22 @@ fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out)
     return FSDPC_OK;
 }
 
+fsdpc_status fsdpc_unsharded_round(const fsdpc_unit *unit)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        for (size_t i = 0; i < group->plan->n_bands; i++) {
+            const fsdpc_slice *band = &group->plan->bands[i];
+            fsdpc_codec_rows rows = fsdpc_unsharded_rows(group, band);
+            FSDPC_TRY(fsdpc_codec_round(
+                unit->gather_codec, &rows,
+                fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset), main));
+        }
+    }
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_unsharded_settle(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);

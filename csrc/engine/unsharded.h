@@ -16,7 +16,10 @@
  * write, or of a read after reshard, names rank, unit and parameter.
  *
  * Copy-in writes a rank's own slices, after all ranks have arrived in an epoch and before this rank
- * reports its copy-in (epoch.h). Modules may read the parameters between reveal and drop.
+ * reports its copy-in (epoch.h). If the unit has a codec, it then rounds them: modules of every rank
+ * compute with what the codec would decode, even if nothing travels. A gather between hosts
+ * encodes the rounded slices without loss, so the values do not depend on the number of ranks or
+ * hosts. Modules may read the parameters between reveal and drop.
  */
 #ifndef FSDPC_ENGINE_UNSHARDED_H
 #define FSDPC_ENGINE_UNSHARDED_H
@@ -86,11 +89,30 @@ static inline unsigned char *fsdpc_unsharded_own_slice(const fsdpc_unit *unit,
 /* Casts masters into this rank's own slices and stores the number of bytes in *bytes_out. */
 fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out);
 
-/* Call when the copy-in is complete. */
-static inline void fsdpc_unsharded_seal(fsdpc_unit *unit)
+static inline fsdpc_codec_rows fsdpc_unsharded_rows(const fsdpc_unit_group *group,
+                                                    const fsdpc_slice *band)
 {
+    return (fsdpc_codec_rows){group->param_dtype, band->row, band->numel};
+}
+
+/* Returns whether the unit's codec rounds this band. */
+static inline bool fsdpc_unsharded_rounds(const fsdpc_unit *unit, const fsdpc_unit_group *group,
+                                          const fsdpc_slice *band)
+{
+    fsdpc_codec_rows rows = fsdpc_unsharded_rows(group, band);
+    return fsdpc_codec_shortens(unit->gather_codec, &rows);
+}
+
+/* Rounds this rank's own slices as the unit's codec does. */
+fsdpc_status fsdpc_unsharded_round(const fsdpc_unit *unit);
+
+/* Call when the copy-in is complete. */
+static inline fsdpc_status fsdpc_unsharded_seal(fsdpc_unit *unit)
+{
+    FSDPC_TRY(fsdpc_unsharded_round(unit));
     if (unit->root->unsharded->seal)
         unit->root->unsharded->seal(unit);
+    return FSDPC_OK;
 }
 
 /* Returns whether the unit can be gathered now without evicting another unit. */

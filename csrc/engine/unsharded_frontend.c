@@ -24,8 +24,12 @@ bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
     if (!fsdpc_unit_unsharded_in_frontend(unit))
         return false;
     for (int g = 0; g < unit->layout->n_groups; g++) {
-        if (unit->groups[g].param_dtype != unit->groups[g].plan->dtype)
+        const fsdpc_unit_group *group = &unit->groups[g];
+        if (group->param_dtype != group->plan->dtype)
             return false;
+        for (size_t i = 0; i < group->plan->n_bands; i++)
+            if (fsdpc_unsharded_rounds(unit, group, &group->plan->bands[i]))
+                return false;
     }
     return true;
 }
@@ -53,7 +57,8 @@ static fsdpc_status reveal(fsdpc_unit *unit)
     if (!unit->frontend_memory.take)
         return fsdpc_fail(FSDPC_ERR_STATE, "the model of unit '%s' was deleted", unit->name);
     FSDPC_TRY(unit->frontend_memory.take(unit->frontend_memory.of));
-    return fsdpc_unsharded_cast(unit, &bytes);
+    FSDPC_TRY(fsdpc_unsharded_cast(unit, &bytes));
+    return fsdpc_unsharded_round(unit);
 }
 
 static void hide(fsdpc_unit *unit)

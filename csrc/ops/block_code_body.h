@@ -52,9 +52,62 @@ FSDPC_INLINE void code_store(uint8_t *codes, fsdpc_vi q, size_t n)
     memcpy(codes, bytes, n);
 }
 
+/* Returns the largest level of a code whose values are proportional to its levels, and a power of 2
+ * that keeps products of levels and a scale below the scale. */
+FSDPC_INLINE float code_top(fsdpc_code code)
+{
+    return code == FSDPC_CODE_FP8 ? 448.0f : code == FSDPC_CODE_INT4 ? 7.0f : 127.0f;
+}
+
+FSDPC_INLINE float code_shrink(fsdpc_code code)
+{
+    return code == FSDPC_CODE_FP8 ? 0x1p-9f : code == FSDPC_CODE_INT4 ? 0x1p-3f : 0x1p-7f;
+}
+
+/* Returns the numbers that e4m3 bytes stand for. */
+FSDPC_INLINE fsdpc_vf code_of_fp8(fsdpc_vi q)
+{
+    fsdpc_vi magnitude = q & 0x7f, small = magnitude < 8;
+    fsdpc_vi normal = (magnitude << 20) + (120 << 23);
+    fsdpc_vi tiny = (fsdpc_vi)(__builtin_convertvector(magnitude, fsdpc_vf) * 0x1p-9f);
+    fsdpc_vu sign = ((fsdpc_vu)q & 0x80u) << 24;
+    return (fsdpc_vf)((fsdpc_vu)((normal & ~small) | (tiny & small)) | sign);
+}
+
+/* Returns e4m3 bytes, rounded to nearest even, of numbers up to 448; other bits may be set. */
+FSDPC_INLINE fsdpc_vi code_to_fp8(fsdpc_vf x)
+{
+    fsdpc_vf magnitude = fsdpc_vf_abs(x);
+    fsdpc_vi bits = (fsdpc_vi)magnitude, small = bits < (121 << 23);
+    fsdpc_vi normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+    fsdpc_vi tiny = (fsdpc_vi)step_fused_by(magnitude, 0x1p9f, fsdpc_vf_splat(0x1.8p23f)) & 0xf;
+    fsdpc_vi sign = (fsdpc_vi)(((fsdpc_vu)x >> 24) & 0x80u);
+    return (normal & ~small) | (tiny & small) | sign;
+}
+
+/* Returns the values of n codes that are proportional to their levels. */
+FSDPC_INLINE fsdpc_vf code_decode_linear(fsdpc_code code, const uint8_t *codes, float scale,
+                                         size_t n)
+{
+    fsdpc_vi q = code_load(FSDPC_CODE_ROOT8, codes, n);
+    fsdpc_vf level = code == FSDPC_CODE_FP8 ? code_of_fp8(q) : __builtin_convertvector(q, fsdpc_vf);
+    return level * (scale * code_shrink(code)) / (code_top(code) * code_shrink(code));
+}
+
+FSDPC_INLINE void code_encode_linear(fsdpc_code code, uint8_t *codes, fsdpc_vf value, float inverse,
+                                     size_t n)
+{
+    fsdpc_vi q = code == FSDPC_CODE_FP8
+                     ? code_to_fp8(value * inverse * (1 / code_shrink(code)))
+                     : (fsdpc_vi)step_fused_by(value, inverse, fsdpc_vf_splat(0x1.8p23f));
+    code_store(codes, q & 0xff, n);
+}
+
 /* Returns the values of n codes. Shifting the bits of a root that is at most 1 drops its sign. */
 FSDPC_INLINE fsdpc_vf code_decode(fsdpc_code code, const uint8_t *codes, float maximum, size_t n)
 {
+    if (code != FSDPC_CODE_ROOT8 && code != FSDPC_CODE_UROOT8)
+        return code_decode_linear(code, codes, maximum, n);
     fsdpc_vi q = code_load(code, codes, n);
     fsdpc_vf root = __builtin_convertvector(q, fsdpc_vf) * (1 / code_levels(code));
     fsdpc_vi share = (fsdpc_vi)(((fsdpc_vu)root << 2) - 3u * CODE_1);
@@ -68,6 +121,10 @@ FSDPC_INLINE fsdpc_vf code_decode(fsdpc_code code, const uint8_t *codes, float m
 FSDPC_INLINE void code_encode(fsdpc_code code, uint8_t *codes, fsdpc_vf value, float inverse,
                               size_t n)
 {
+    if (code != FSDPC_CODE_ROOT8 && code != FSDPC_CODE_UROOT8) {
+        code_encode_linear(code, codes, value, inverse, n);
+        return;
+    }
     const float levels = code_levels(code);
     fsdpc_vi share = (fsdpc_vi)(fsdpc_vf_abs(value) * inverse);
     fsdpc_vf root = (fsdpc_vf)((share >> 2) + (CODE_1 - CODE_1 / 4));
@@ -104,11 +161,24 @@ FSDPC_INLINE float code_maximum(fsdpc_vi most)
     return maximum < 0x1p-120f ? 0 : maximum;
 }
 
-/* Encodes a block of n values with this maximum; `values` has room for a whole vector more. */
-FSDPC_INLINE void code_block(fsdpc_code code, uint8_t *codes, const float *values, float maximum,
+/* Returns a block's scale. If rounding up would overflow, the largest element has a level's rounding
+ * error. */
+FSDPC_INLINE float code_scale(fsdpc_code code, float maximum)
+{
+    uint32_t bits = fsdpc_f32_bits(maximum), up = (bits + 0xff) & ~0xffu;
+    if (code == FSDPC_CODE_ROOT8 || code == FSDPC_CODE_UROOT8 || bits >= 0x7f800000u)
+        return maximum;
+    return fsdpc_f32_from_bits(up >= 0x7f800000u ? bits & ~0xffu : up);
+}
+
+/* Encodes a block of n values with this scale; `values` has room for a whole vector more. */
+FSDPC_INLINE void code_block(fsdpc_code code, uint8_t *codes, const float *values, float scale,
                              size_t n)
 {
-    float inverse = maximum == 0 ? 0 : 1 / maximum;
+    bool roots = code == FSDPC_CODE_ROOT8 || code == FSDPC_CODE_UROOT8;
+    /* 448 / scale might overflow. */
+    float top = code == FSDPC_CODE_FP8 ? code_top(code) * code_shrink(code) : code_top(code);
+    float inverse = scale == 0 ? 0 : (roots ? 1 : top) / scale;
     size_t i = 0;
     for (; i + FSDPC_LANES <= n; i += FSDPC_LANES)
         code_encode(code, codes + i, fsdpc_vf_load(values + i), inverse, FSDPC_LANES);
@@ -120,19 +190,20 @@ static void encode_part(void *arg, size_t begin, size_t end)
 {
     const fsdpc_code_args *a = arg;
     float values[FSDPC_CODE_BLOCK + FSDPC_LANES];
-    float *maximum = a->maxima + fsdpc_code_blocks(begin, a->row);
-    for (size_t at = begin, n; at < end; at += n, maximum++) {
+    float *scale = a->maxima + fsdpc_code_blocks_of(a->code, begin, a->row);
+    const size_t block = fsdpc_code_block(a->code);
+    for (size_t at = begin, n; at < end; at += n, scale++) {
         fsdpc_vi most = {0};
-        n = fsdpc_min_size(FSDPC_CODE_BLOCK, a->row - at % a->row);
+        n = fsdpc_min_size(block, a->row - at % a->row);
         memcpy(values, a->values + at, n * sizeof *values);
         memset(values + n, 0, FSDPC_LANES * sizeof *values);
         for (size_t i = 0; i < n; i += FSDPC_LANES)
             most = code_most(most, fsdpc_vf_load(values + i));
-        *maximum = code_maximum(most);
+        *scale = code_scale(a->code, code_maximum(most));
         switch (a->code) {
-#define X(NAME, name)                                                                              \
+#define X(NAME, name, block)                                                                       \
     case FSDPC_CODE_##NAME:                                                                        \
-        code_block(FSDPC_CODE_##NAME, a->codes + at, values, *maximum, n);                         \
+        code_block(FSDPC_CODE_##NAME, a->codes + at, values, *scale, n);                           \
         break;
             FSDPC_CODE_TABLE(X)
 #undef X
@@ -140,19 +211,29 @@ static void encode_part(void *arg, size_t begin, size_t end)
     }
 }
 
+FSDPC_INLINE void decode_block(fsdpc_code code, const uint8_t *codes, float *values, float scale,
+                               size_t n)
+{
+    for (size_t i = 0; i < n; i += FSDPC_LANES) {
+        size_t some = fsdpc_min_size(FSDPC_LANES, n - i);
+        fsdpc_vf_store_n(values + i, code_decode(code, codes + i, scale, some), some);
+    }
+}
+
 static void decode_part(void *arg, size_t begin, size_t end)
 {
     const fsdpc_code_args *a = arg;
-    const float *maximum = a->maxima + fsdpc_code_blocks(begin, a->row);
-    for (size_t at = begin, n; at < end; at += n, maximum++) {
-        n = fsdpc_min_size(FSDPC_CODE_BLOCK, a->row - at % a->row);
-        for (size_t i = 0; i < n; i += FSDPC_LANES) {
-            size_t some = fsdpc_min_size(FSDPC_LANES, n - i);
-            fsdpc_vf value =
-                a->code == FSDPC_CODE_ROOT8
-                    ? code_decode(FSDPC_CODE_ROOT8, a->codes + at + i, *maximum, some)
-                    : code_decode(FSDPC_CODE_UROOT8, a->codes + at + i, *maximum, some);
-            fsdpc_vf_store_n(a->values + at + i, value, some);
+    const float *scale = a->maxima + fsdpc_code_blocks_of(a->code, begin, a->row);
+    const size_t block = fsdpc_code_block(a->code);
+    for (size_t at = begin, n; at < end; at += n, scale++) {
+        n = fsdpc_min_size(block, a->row - at % a->row);
+        switch (a->code) {
+#define X(NAME, name, block)                                                                       \
+    case FSDPC_CODE_##NAME:                                                                        \
+        decode_block(FSDPC_CODE_##NAME, a->codes + at, a->values + at, *scale, n);                 \
+        break;
+            FSDPC_CODE_TABLE(X)
+#undef X
         }
     }
 }

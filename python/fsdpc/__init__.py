@@ -72,6 +72,7 @@ from fsdpc.planning.simulate import SimulateOptions, Simulation, simulate
 from fsdpc.sharding import rules
 from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.clip import clip_grad_norm_, clip_grad_value_, grad_norms
+from fsdpc.sharding.compression import Compression
 from fsdpc.sharding.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdpc.sharding.full_params import summon_full_params
 from fsdpc.sharding.fully_shard import fully_shard
@@ -185,12 +186,13 @@ _FROM = {  # name -> its module, imported when any of its names is first used
 __all__ = [
     "all_gather", "all_reduce", "amp", "arange", "audit", "Audited", "barrier", "bfloat16", "bool_",
     "broadcast", "checkpoint", "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_",
-    "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "EMA", "empty",
-    "empty_like", "enable_grad", "estimate", "estimate_activations", "eye", "find_batch_size",
-    "fit_activations", "FittedActivations", "FlightRecorder", "float16", "float32", "float64",
-    "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full", "full_grad", "full_like",
-    "full_tensor", "fully_shard", "functional", "get_default_device", "grad_norms", "graph_step",
-    "GraphStep", "init", "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized",
+    "Compression", "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "EMA",
+    "empty", "empty_like", "enable_grad", "estimate", "estimate_activations", "eye",
+    "find_batch_size", "fit_activations", "FittedActivations", "FlightRecorder", "float16",
+    "float32", "float64", "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full",
+    "full_grad", "full_like", "full_tensor", "fully_shard", "functional", "get_default_device",
+    "grad_norms", "graph_step", "GraphStep", "init", "init_device_mesh", "int32", "int64",
+    "is_grad_enabled", "is_initialized",
     "launch", "linspace", "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan",
     "memory_stats", "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn",
     "no_grad", "num_threads", "OffloadPolicy", "ones", "ones_like", "optim", "PeerError",

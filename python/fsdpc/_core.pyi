@@ -2218,6 +2218,7 @@ class Unit:
         modules: int = 1,
         offload: Offload | None = None,
         band_per_param: bool = False,
+        gather_codec: str = "exact",
     ) -> None: ...
     name: str
     """Name shown in messages and traces."""
@@ -2241,6 +2242,12 @@ class Unit:
     @property
     def reduce_dtype(self) -> dtype | None:
         """The dtype of gradients, or None to use that of unsharded parameters."""
+    @property
+    def gather_codec(self) -> str:
+        """The form in which gathers send parameters to other hosts, or "exact"."""
+    @property
+    def gather_bytes(self) -> int:
+        """Number of bytes that a rank sends to one rank of each other host in a gather."""
     rank_dependent: bool
     """Whether the unit may run on only some ranks."""
     @property

@@ -61,6 +61,115 @@ static void check_decoded(const fsdpc_code_args *a, const float *decoded)
     }
 }
 
+/* ---- codes of messages ---- */
+
+/* Returns the number that a byte stands for, as a share of the scale. */
+static double share_of(fsdpc_code code, uint8_t byte)
+{
+    if (code != FSDPC_CODE_FP8)
+        return (int8_t)byte / (code == FSDPC_CODE_INT8 ? 127.0 : 7.0);
+    int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    double magnitude = exponent ? ldexp(1 + mantissa / 8.0, exponent - 7) : ldexp(mantissa, -9);
+    return (byte & 0x80 ? -magnitude : magnitude) / 448;
+}
+
+/* Returns the smallest distance of a share to any level. */
+static double nearest(fsdpc_code code, double share)
+{
+    double least = 1;
+    for (int byte = 0; byte < 256; byte++) {
+        bool is_level = code == FSDPC_CODE_INT8   ? byte != 128
+                        : code == FSDPC_CODE_INT4 ? abs((int8_t)byte) <= 7
+                                                  : (byte & 0x7f) != 0x7f;
+        if (is_level)
+            least = fmin(least, fabs(share - share_of(code, (uint8_t)byte)));
+    }
+    return least;
+}
+
+static void check_linear(const fsdpc_code_args *a, const float *decoded)
+{
+    size_t block = 0;
+    for (size_t at = 0, n; at < a->numel; at += n, block++) {
+        size_t left = a->row - at % a->row, most_n = fsdpc_code_block(a->code);
+        float most = 0, scale = a->maxima[block];
+        n = left < most_n ? left : most_n;
+        for (size_t i = at; i < at + n; i++)
+            most = fmaxf(most, fabsf(a->values[i]));
+        CHECK(most < 0x1p-120f ? scale == 0 : scale >= most && scale <= most * (1 + 0x1p-15f));
+        for (size_t i = at; i < at + n; i += i % 16 ? 7 : 1) {
+            double share = scale > 0 ? (double)a->values[i] / (double)scale : 0;
+            double stands_for = share_of(a->code, a->codes[i]);
+            CHECK_NOTE(fabs(share - stands_for) <= nearest(a->code, share) + 1e-7,
+                       "%g of %g is byte %d", (double)a->values[i], (double)scale, a->codes[i]);
+            CHECK(fabsf(decoded[i] - (float)(stands_for * (double)scale)) <=
+                  0x1p-23f * fabsf(decoded[i]));
+            CHECK(fabsf(a->values[i]) < most || scale == 0 || fabsf(decoded[i]) == scale);
+        }
+    }
+}
+
+static void round_through(float *values, size_t numel, fsdpc_dtype dtype)
+{
+    for (size_t i = 0; i < numel; i++)
+        values[i] = dtype == FSDPC_BF16  ? fsdpc_bf16_to_f32(fsdpc_f32_to_bf16(values[i]))
+                    : dtype == FSDPC_F16 ? fsdpc_f16_to_f32(fsdpc_f32_to_f16(values[i]))
+                                         : values[i];
+}
+
+/* What was decoded, and perhaps rounded, is encoded and decoded to the same numbers, from any
+ * magnitude on. */
+static void test_linear(rig *r, const rig *portable, fsdpc_code code, size_t row, fsdpc_dtype dtype)
+{
+    const float magnitudes[] = {1, 0x1p-110f, 0x1p100f, 3e-7f};
+    size_t numel = MOST / row * row;
+    float *values = test_alloc(MOST * sizeof *values), *once = test_alloc(MOST * sizeof *once);
+    float *scales = test_alloc(MAX_BLOCKS * sizeof *scales),
+          *other = test_alloc(sizeof(float) * MOST);
+    uint8_t *codes = test_alloc(MOST), *others = test_alloc(MOST);
+    for (int m = 0; m < (dtype == FSDPC_F16 ? 1 : 4); m++) {
+        fill_random(values, numel, FSDPC_F32, row + 1);
+        for (size_t i = 0; i < numel; i++)
+            values[i] *= magnitudes[dtype == FSDPC_F16 ? 3 : m] * (i % 7 ? 1 : 1e-3f);
+        for (size_t i = 0; i < row; i++)
+            values[i] = i % 2 ? 0 : 0x1p-125f;
+        round_through(values, numel, dtype);
+        fsdpc_code_args a = {code, values, codes, scales, numel, row};
+        fsdpc_code_args b = {code, values, others, other, numel, row};
+        CHECK_OK(r->ops->encode(&a, &r->stream));
+        CHECK_OK(portable->ops->encode(&b, (fsdpc_stream *)&portable->stream));
+        CHECK(memcmp(codes, others, numel) == 0);
+        a.values = once;
+        CHECK_OK(r->ops->decode(&a, &r->stream));
+        a.values = values;
+        check_linear(&a, once);
+        round_through(once, numel, dtype);
+        a.values = once;
+        CHECK_OK(r->ops->encode(&a, &r->stream));
+        a.values = other;
+        CHECK_OK(r->ops->decode(&a, &r->stream));
+        round_through(other, numel, dtype);
+        CHECK(memcmp(once, other, numel * sizeof *once) == 0);
+    }
+    free(values), free(once), free(scales), free(other), free(codes), free(others);
+}
+
+/* No element of a block with a NaN or an infinity is finite afterwards. */
+static void test_linear_nonfinite(rig *r, fsdpc_code code)
+{
+    float values[300], scales[8];
+    uint8_t codes[300];
+    for (int kind = 0; kind < 3; kind++) {
+        fill_random(values, 300, FSDPC_F32, 5);
+        values[17] = kind == 0 ? NAN : kind == 1 ? INFINITY : -INFINITY;
+        fsdpc_code_args a = {code, values, codes, scales, 300, 300};
+        CHECK_OK(r->ops->encode(&a, &r->stream));
+        CHECK_OK(r->ops->decode(&a, &r->stream));
+        for (size_t i = 0; i < 300; i++)
+            CHECK(isfinite(values[i]) == (i >= fsdpc_code_block(code)));
+    }
+}
+
 typedef struct coded {
     float values[MOST], maxima[MAX_BLOCKS];
     uint8_t codes[MOST];
@@ -251,6 +360,12 @@ int main(void)
         for (int i = 0; i < ROWS; i++) {
             test_codes(&r, &portable, FSDPC_CODE_ROOT8, rows[i]);
             test_codes(&r, &portable, FSDPC_CODE_UROOT8, rows[i]);
+            for (fsdpc_code code = FSDPC_CODE_INT8; code <= FSDPC_CODE_INT4; code++) {
+                test_linear(&r, &portable, code, rows[i], FSDPC_F32);
+                test_linear(&r, &portable, code, rows[i], FSDPC_BF16);
+                test_linear(&r, &portable, code, rows[i], FSDPC_F16);
+                test_linear_nonfinite(&r, code);
+            }
             for (size_t o = 0; o < sizeof optimizers / sizeof optimizers[0]; o++) {
                 test_steps(&r, &portable, &optimizers[o], rows[i], FSDPC_F32);
                 test_steps(&r, &portable, &optimizers[o], rows[i], FSDPC_BF16);

@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset  # noqa: E402
 
 import fsdpc  # noqa: E402
 from fsdpc.integrations import _units, deepspeed  # noqa: E402
+from fsdpc.torch._unit import states_of  # noqa: E402
 from tests.torch.common import (  # noqa: E402
     Net,
     assert_same_parameters,
@@ -243,6 +244,13 @@ def test_what_scripts_ask_an_engine() -> None:
 
 
 @pytest.mark.ranks(1)
+def test_quantised_weights_compress_gathers() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2}
+    engine = engine_of(BASE | {"zero_optimization": zero})
+    assert {each.unit.gather_codec for each in states_of(engine)} == {"int8"}
+
+
+@pytest.mark.ranks(1)
 def test_what_cannot_be_honoured_is_refused() -> None:
     for more, message in (
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation': False"),
@@ -253,7 +261,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
             "super_offload",
         ),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights': True"),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "zero_quantized_gradients': True",
+        ),
         ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size"),
         ({"elasticity": {"enabled": True}}, "'elasticity'"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype"),
@@ -275,7 +286,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         engine_of({**BASE, "train_batch_size": 8}, mpu=object())
     off = {
         "wandb": {"enabled": False},
-        "zero_optimization": {"zero_hpz_partition_size": 1},
+        "zero_optimization": {"mics_shard_size": -1},
         "managed_gradient_accumulation": True,
         "gradient_allreduce_op": "mean",
     }

@@ -24,15 +24,15 @@ def build() -> Llama:
         return Llama(CONFIG)
 
 
-def sent_by_a_host(strategy: str, policy: Any, hosts: int) -> list[float]:
+def sent_by_a_host(strategy: str, hosts: int, **options: Any) -> list[float]:
     """Bytes that each host's ranks sent to other hosts in the last of three steps."""
     mesh = None
     if strategy.startswith("HYBRID"):
         mesh = fsdpc.init_device_mesh("cpu", (hosts, 4 // hosts))
     model = build()
     for block in model.blocks():
-        fsdpc.fully_shard(block, strategy=strategy, mesh=mesh, mp_policy=policy)
-    fsdpc.fully_shard(model, strategy=strategy, mesh=mesh, mp_policy=policy)
+        fsdpc.fully_shard(block, strategy=strategy, mesh=mesh, **options)
+    fsdpc.fully_shard(model, strategy=strategy, mesh=mesh, **options)
     optimizer = fsdpc.optim.AdamW(model.parameters())
     ids = np.zeros((1, 8), np.int64)
     for _ in range(3):
@@ -48,9 +48,16 @@ def sent_by_a_host(strategy: str, policy: Any, hosts: int) -> list[float]:
 
 @pytest.mark.ranks(4, init=False)
 @pytest.mark.parametrize("ranks_of_host", [2, 1])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "form"), [("fp32", None), ("bf16", None), ("bf16", "int8")],
+    ids=["fp32", "bf16", "bf16-int8"],
+)  # fmt: skip
 def test_bytes_are_those_of_a_run(
-    dtype: str, ranks_of_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    form: str | None,
+    ranks_of_host: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hosts = 4 // ranks_of_host
     join_again(hosts, tmp_path, monkeypatch)
@@ -60,11 +67,15 @@ def test_bytes_are_those_of_a_run(
         policy = fsdpc.MixedPrecisionPolicy(
             param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32
         )
+    compression = fsdpc.Compression(gather=form)
     for strategy in STRATEGIES:
         found = fsdpc.simulate(
             build(), (1, 8), hosts=hosts, ranks_per_host=ranks_of_host, bandwidth=1e9,
             latency=0.0, flops=1e12, strategy=strategy, mp_policy=policy, accumulate=MICRO_STEPS,
+            compression=compression,
         )  # fmt: skip
-        for sent in sent_by_a_host(strategy, policy, hosts):
-            assert sent == found.sent_between, strategy
+        sent_by_hosts = sent_by_a_host(
+            strategy, hosts, mp_policy=policy, compression=compression
+        )
+        assert sent_by_hosts == [found.sent_between] * hosts, strategy
     leave()

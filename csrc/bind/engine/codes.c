@@ -5,7 +5,7 @@
 
 /* By fsdpc_code. */
 static const char *const code_names[] = {
-#define X(NAME, name) [FSDPC_CODE_##NAME] = name,
+#define X(NAME, name, block) [FSDPC_CODE_##NAME] = name,
     FSDPC_CODE_TABLE(X)
 #undef X
 };
@@ -56,7 +56,8 @@ static int code_args(PyObject *args, bool decode, fsdpc_code_args *out, fsdpc_te
     bool fits = code < n_codes && row > 0 && fsdpc_py_code_fits(t->numel, row) &&
                 t->dtype == (decode ? FSDPC_U8 : FSDPC_F32);
     if (fits && m)
-        fits = m->dtype == FSDPC_F32 && m->numel == fsdpc_code_blocks(t->numel, (size_t)row);
+        fits = m->dtype == FSDPC_F32 &&
+               m->numel == fsdpc_code_blocks_of((fsdpc_code)code, t->numel, (size_t)row);
     if (!fits) {
         PyErr_Format(PyExc_ValueError, "code '%s': %zu elements of %s in rows of %zd", name,
                      t->numel, fsdpc_dtype_name(t->dtype), row);
@@ -77,7 +78,7 @@ static PyObject *encode_blocks(PyObject *module, PyObject *args)
     const fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
     if (!runtime || code_args(args, false, &a, &from) < 0)
         return NULL;
-    size_t blocks = fsdpc_code_blocks(a.numel, a.row);
+    size_t blocks = fsdpc_code_blocks_of(a.code, a.numel, a.row);
     fsdpc_status status =
         fsdpc_tensor_create(from->storage->device, FSDPC_U8, from->ndim, from->shape, &codes);
     if (status == FSDPC_OK)

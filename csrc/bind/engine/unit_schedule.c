@@ -215,6 +215,11 @@ static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
 FSDPC_PY_GETTER(get_param_dtype, get_policy_dtype(object, false))
 FSDPC_PY_GETTER(get_reduce_dtype, get_policy_dtype(object, true))
 
+FSDPC_PY_GETTER(get_gather_codec,
+                PyUnicode_FromString(fsdpc_codec_name(fsdpc_unit_gather_codec(unit_of(object)))))
+
+FSDPC_PY_GETTER(get_gather_bytes, PyLong_FromSize_t(fsdpc_unit_gather_bytes(unit_of(object))))
+
 static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
 {
     const fsdpc_mesh *mesh = fsdpc_unit_mesh(unit_of(object));
@@ -289,6 +294,8 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FSDPC_PY_ATTRIBUTE(Unit, name, get_name, set_name),
     FSDPC_PY_ATTRIBUTE(Unit, param_dtype, get_param_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, reduce_dtype, get_reduce_dtype, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, gather_codec, get_gather_codec, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, gather_bytes, get_gather_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, comms, get_comms, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, state, get_state, NULL),

@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
             model, memory=o.memory * 2**30, ranks=o.hosts * o.ranks_per_host,
             ranks_per_host=o.ranks_per_host, batch=o.batch, seq=o.seq, mp_policy=make_policy(o),
             optimizer=o.optimizer, offload_policy=o.offload,
-            state_dtype=STATE_DTYPES[o.state_dtype], **rates_of(o),
+            state_dtype=STATE_DTYPES[o.state_dtype], compression=o.compress, **rates_of(o),
         )  # fmt: skip
         print(header(o, p, model, argv), found.table(o.top), sep="\n")
         if common := _common(o):

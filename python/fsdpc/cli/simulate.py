@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         known = {each.name for each in fields(SimulateOptions)}
         options = {name: value for name, value in vars(o).items() if name in known}
         options.update(mp_policy=make_policy(o), offload_policy=o.offload, **rates_of(o),
-                       state_dtype=STATE_DTYPES[o.state_dtype])  # fmt: skip
+                       compression=o.compress, state_dtype=STATE_DTYPES[o.state_dtype])  # fmt: skip
         found = simulate(model, (o.batch, o.seq), hosts=o.hosts, ranks_per_host=o.ranks_per_host,
                          **options)  # fmt: skip
     except (ValueError, OSError) as error:

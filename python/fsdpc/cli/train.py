@@ -173,6 +173,7 @@ def plan_memory(
         mp_policy=make_policy(options),
         optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # for momentum
         offload_policy=options.offload,
+        compression=options.compress,
         state_dtype=STATE_DTYPES[options.state_dtype],
         ema=options.ema is not None,
     )
@@ -283,6 +284,7 @@ class Trainer:
             "reshard_after_forward": o.reshard_after_forward,
             "mp_policy": make_policy(o),
             "offload_policy": o.offload,
+            "compression": o.compress,
         }
         for block in model.blocks():
             fully_shard(block, **sharding)

@@ -22,6 +22,7 @@ from fsdpc.monitor import plots
 from fsdpc.monitor.loggers import read_words
 from fsdpc.optim import BY_NAME, Optimizer
 from fsdpc.optim.lr_scheduler import LRScheduler, schedule_by_name
+from fsdpc.sharding.compression import GATHERS, Compression
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import FIELDS, OffloadPolicy
 from fsdpc.sharding.rules import check_reshard
@@ -265,6 +266,12 @@ def add_storage_options(group: Any) -> None:
         help="what is on a disk: optimizer=disk:/var/tmp, or masters=...,activations=...; "
         "fraction=X: how much of it; or in a GPU's host memory: masters=host,optimizer=host",
     )
+    group.add_argument(
+        "--compress",
+        type=_compression,
+        metavar="gather=FORM",
+        help=f"how parameters travel between hosts: {', '.join(GATHERS)}",
+    )
 
 
 def _steps(text: str) -> range:
@@ -307,6 +314,13 @@ def _offload(text: str) -> OffloadPolicy:
         return OffloadPolicy(**options)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"'{text}': {error}") from None
+
+
+def _compression(text: str) -> Compression:
+    try:
+        return Compression.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _true_false_number(text: str) -> bool | int:

@@ -159,14 +159,16 @@ KEYS: dict[str, Key] = {
     "zero_optimization.cpu_offload": _nothing("on CPUs states are in host memory anyway"),
     "zero_optimization.zenflow": _refused("every step updates all parameters"),
     "zero_optimization.leaf_module": _refused("use `units=`"),
-    "zero_optimization.zero_hpz_partition_size": _refused(
-        "call `fully_shard(mesh=...)` with (replicate, shard): HYBRID_SHARD"
+    "zero_optimization.zero_hpz_partition_size": _nothing(
+        "on CPUs, each host keeps what forward received"
     ),
     "zero_optimization.mics_shard_size": _refused(
         "call `fully_shard(mesh=...)` with (replicate, shard): HYBRID_SHARD"
     ),
     "zero_optimization.mics_hierarchical_params_gather": _refused("see `mics_shard_size`"),
-    "zero_optimization.zero_quantized_weights": _refused("communication is not quantised"),
+    "zero_optimization.zero_quantized_weights": _used(
+        "`compression=Compression(gather=\"int8\")`, which says what is rounded"
+    ),
     "zero_optimization.zero_quantized_gradients": _refused("communication is not quantised"),
     "zero_optimization.zero_quantized_nontrainable_weights": _refused(
         "communication is not quantised"
@@ -217,7 +219,6 @@ _OFF = ("none", "auto", -1)
 _DEFAULT: dict[str, tuple[Any, ...]] = {
     "gradient_allreduce_op": ("mean",),
     "managed_gradient_accumulation": (True,),
-    "zero_optimization.zero_hpz_partition_size": (0, 1),
 }
 
 

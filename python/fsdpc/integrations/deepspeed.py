@@ -24,6 +24,7 @@ from fsdpc.integrations import _ds_keys, _units
 from fsdpc.integrations._ds_keys import KEYS
 from fsdpc.integrations._ds_schedules import SCHEDULES
 from fsdpc.sharding.amp import LossScaler
+from fsdpc.sharding.compression import Compression
 from fsdpc.tensors.device import get_default_device
 from fsdpc.torch import (
     FSDPModule,
@@ -210,6 +211,8 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
     if tiers:
         ratio = float(said.get("zero_optimization.offload_optimizer.ratio", 1.0))
         options["offload_policy"] = OffloadPolicy(**tiers, fraction=ratio if "path" in tiers else 1)
+    if said.get("zero_optimization.zero_quantized_weights"):
+        options["compression"] = Compression(gather="int8")
     return options
 
 

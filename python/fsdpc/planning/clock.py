@@ -218,7 +218,8 @@ class Clock:
         if not self.network.is_ring and unit in self.brought:
             return  # the host has kept the other hosts' rows
         self.brought.add(unit)
-        load = self.network.load("gather", self.shards, n_bytes, 1)
+        codes = 0 if self.network.is_ring else self.record.codes[unit] * self.n_shards
+        load = self.network.load("gather", self.shards, codes or n_bytes, 1)
         self.gathers[unit] = self._post("gather", load)
 
     def _gather_done(self, unit: int, n_bytes: int) -> None:

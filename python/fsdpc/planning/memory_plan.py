@@ -17,6 +17,7 @@ from fsdpc.optim.matrix import takes_muon
 from fsdpc.planning import memory_picture
 from fsdpc.planning.snapshot import Snapshot
 from fsdpc.sharding import rules, saved
+from fsdpc.sharding.compression import Compression, gather_codec
 from fsdpc.sharding.fsdp_module import FSDPModule
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import OffloadPolicy, planned
@@ -198,6 +199,7 @@ class _PlannedUnit(NamedTuple):
     param_dtype: Any
     reduce_dtype: Any
     offload: dict[str, _core.Offload | None]
+    gather_codec: str
     encloses: bool  # or is the root
     keep_grads: bool
     rank_dependent: bool
@@ -266,6 +268,7 @@ def memory_plan(
     mp_policy: MixedPrecisionPolicy | None = None,
     optimizer: str | int = "adamw",
     offload_policy: OffloadPolicy | None = None,
+    compression: Compression | None = None,
     state_dtype: Any = None,
     ema: bool = False,
     step_in_backward: bool = False,
@@ -294,6 +297,9 @@ def memory_plan(
         matrices inside the model's ``blocks()``, as :func:`fsdpc.optim.muon_groups` says.
     offload_policy : OffloadPolicy, optional
         As in :func:`fully_shard`, for a model that is not sharded.
+    compression : Compression, optional
+        The same. Its codes in transit between hosts are in ``staging``, as the most that may be in
+        flight; a run may need less.
     state_dtype : dtype, "int8" or Int8, default float32
         Of the optimizer's states.
     ema : bool, default False
@@ -346,7 +352,8 @@ def memory_plan(
                 own = set(map(id, blocks))
                 plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
         policy = mp_policy or MixedPrecisionPolicy()
-        units = _planned_units(model, plan, policy, strategy, offload_policy, rules_of)
+        units = _planned_units(model, plan, policy, strategy, offload_policy, compression,
+                               rules_of)  # fmt: skip
     if strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM:
         units = [unit._replace(keep_grads=True) for unit in units]
     activation, saved_bytes = None, dict[str, int]()
@@ -425,6 +432,7 @@ def _sharded_units(model: Any, rules_of: dict[int, str]) -> list[_PlannedUnit]:
             param_dtype=unit.param_dtype,
             reduce_dtype=unit.reduce_dtype,
             offload=_sharded_offload(unit.offload),
+            gather_codec=unit.gather_codec,
             encloses=encloses,
             keep_grads=unit.keep_grads,
             rank_dependent=unit.rank_dependent,
@@ -446,6 +454,7 @@ def _planned_units(
     policy: MixedPrecisionPolicy,
     strategy: Any,
     offload_policy: OffloadPolicy | None,
+    compression: Compression | None,
     rules_of: dict[int, str],
 ) -> list[_PlannedUnit]:
     stays = strategy is not None and as_strategy(strategy).keeps_params
@@ -462,6 +471,7 @@ def _planned_units(
         params = [p for p in module.parameters() if id(p) not in claimed]
         claimed.update(map(id, params))
         policies = options.get("offload_policy", offload_policy)
+        compressed = options.get("compression", compression)
         units.append(
             _PlannedUnit(
                 specs=[
@@ -471,6 +481,7 @@ def _planned_units(
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
                 offload={name: planned(policies, name) for name in DEVICES},
+                gather_codec=gather_codec(compressed),
                 encloses=module is model or any(id(m) in ids for m in list(module.modules())[1:]),
                 keep_grads=False,
                 rank_dependent=False,

@@ -24,6 +24,7 @@ from fsdpc.planning.memory_plan import STATES, MemoryPlan, groups_on_hosts, memo
 from fsdpc.planning.played import Played, play_step
 from fsdpc.planning.timeline import Comparison, Timeline, of_clock
 from fsdpc.sharding import rules
+from fsdpc.sharding.compression import Compression
 from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.policies import MixedPrecisionPolicy
 from fsdpc.sharding.strategies import ShardingStrategy, as_strategy
@@ -62,6 +63,8 @@ class SimulateOptions:
         Dtype of the optimizer's states.
     offload_policy : OffloadPolicy, optional
         The arrays to keep on a disk, as in :func:`fsdpc.fully_shard`; the folder is not used.
+    compression : Compression, optional
+        How parameters travel between hosts.
     disk_bandwidth : float, default infinite
         Bytes per second that a rank reads and writes in total while all ranks use the disk. The
         slower of disk and memory determines how long the optimizer's pass takes.
@@ -92,6 +95,7 @@ class SimulateOptions:
     memory_bandwidth: float = math.inf
     state_dtype: Any = None
     offload_policy: OffloadPolicy | None = None
+    compression: Compression | None = None
     disk_bandwidth: float = math.inf
     core_bandwidth: float = math.inf
     overlap: bool = True
@@ -288,12 +292,12 @@ def simulate(
     record = play_step(
         model, shape, mesh,
         {"strategy": strategy, "reshard_after_forward": o.reshard_after_forward, "plan": policy,
-         "mp_policy": o.mp_policy},
+         "mp_policy": o.mp_policy, "compression": o.compression},
         optimizer=o.optimizer, accumulate=o.accumulate, orders=device == "cuda",
     )  # fmt: skip
     planned = partial(memory_plan, model, mesh, strategy=strategy, plan=policy,
                       mp_policy=o.mp_policy, optimizer=o.optimizer,
-                      state_dtype=o.state_dtype)  # fmt: skip
+                      state_dtype=o.state_dtype, compression=o.compression)  # fmt: skip
     whole = planned().for_device(device)
     memory = whole
     if o.offload_policy is not None:

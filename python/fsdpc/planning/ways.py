@@ -157,6 +157,7 @@ class Way:
             case.model, sharding.mesh, strategy=sharding.strategy, offload_policy=sharding.offload,
             mp_policy=given.get("mp_policy"), plan=given.get("plan"),
             optimizer=given.get("optimizer", "adamw"), state_dtype=given.get("state_dtype"),
+            compression=given.get("compression"),
         ).for_device(case.device).for_hosts(case.hosts)  # fmt: skip
         local_size = groups_on_hosts(sharding.mesh, case.hosts, case.per_host)[0].local_size
         self.shared: int = local_size if case.device == "cpu" else 1  # on a host

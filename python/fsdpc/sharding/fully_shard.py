@@ -16,6 +16,7 @@ from fsdpc import _core, distributed
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.nn.module import Module, Parameter, mark_inside
 from fsdpc.sharding import offload, rules
+from fsdpc.sharding.compression import Compression, check_compression, gather_codec, words
 from fsdpc.sharding.fsdp_module import FSDPModule
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import OffloadPolicy
@@ -37,6 +38,7 @@ def fully_shard(
     ignored_params: Iterable[Parameter] | None = None,
     strategy: ShardingStrategy | str | None = None,
     offload_policy: OffloadPolicy | None = None,
+    compression: Compression | None = None,
     plan: WrapPolicy | Mapping[str, Mapping[str, Any]] | None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place; collective.
@@ -66,6 +68,8 @@ def fully_shard(
         Shorthand for a mesh and ``reshard_after_forward``.
     offload_policy : OffloadPolicy, optional
         The arrays to keep on a disk; none by default.
+    compression : Compression, optional
+        How parameters travel between hosts; as they are by default.
     plan : WrapPolicy or mapping of str to dict, optional
         Submodules to shard first: a policy from :mod:`fsdpc.wrap`, or dotted name patterns with
         options (``{"layers.*": {}}``). All other options also apply to these submodules.
@@ -102,6 +106,7 @@ def fully_shard(
         module, Module, "an fsdpc.nn.Module", "for torch modules use fsdpc.torch"
     )
     _check_options(mesh, mp_policy, offload_policy)
+    check_compression(compression)
     ignored = rules.as_params("ignored_params", ignored_params, _core.Tensor)
     if plan is not None:
         options = {
@@ -111,13 +116,15 @@ def fully_shard(
             "ignored_params": ignored,
             "strategy": strategy,
             "offload_policy": offload_policy,
+            "compression": compression,
         }
         if not callable(plan):
             check_names(plan, modules)
         groups = units_by(plan if callable(plan) else by_name(plan), modules)
         rules.shard_by_plan(groups, options, fully_shard)
     where = rules.place(mesh, strategy, reshard_after_forward)
-    _make_unit(modules, where, mp_policy or MixedPrecisionPolicy(), offload_policy, ignored)
+    policy = mp_policy or MixedPrecisionPolicy()
+    _make_unit(modules, where, policy, offload_policy, compression, ignored)
     return module
 
 
@@ -143,6 +150,7 @@ def _make_unit(
     where: rules.Placement,
     policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None,
+    compression: Compression | None,
     ignored: list[Parameter],
 ) -> None:
     inside = rules.inside_of(modules)
@@ -150,7 +158,7 @@ def _make_unit(
     names, params = [name for name, _, _ in found], [p for _, p, _ in found]
     title = "+".join(type(m).__name__ for m in modules)
     lines = [rules.describe(name, p, _value(p)) for name, p, _ in found]
-    lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
+    lines.append(f"{policy}, {where}{offload.words(offload_policy)}{words(compression)}")
     check_agreement([title, *lines], where.comms)
     check_leaves(offload_policy, get_default_device())
     store = store_of(offload_policy, where.comms[0].world_rank)
@@ -174,6 +182,7 @@ def _make_unit(
         deterministic=distributed.is_deterministic(),
         modules=len(modules),
         offload=offload.opened(offload_policy, where.comms[0]),
+        gather_codec=gather_codec(compression),
     )
     for p in ignored:
         p._ignored = True

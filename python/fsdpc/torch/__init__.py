@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any
 
 import fsdpc.torch._version  # noqa: F401, before imports that an old torch lacks
+from fsdpc.sharding.compression import Compression
 from fsdpc.sharding.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import backend, optim, sharded_grad_scaler, wrap
@@ -43,7 +44,8 @@ from fsdpc.torch.tiles import tile_tokens
 backend.register()
 
 __all__ = [
-    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DistributedDataParallel", "EMA",
+    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "Compression", "DistributedDataParallel",
+    "EMA",
     "FSDPModule", "FullOptimStateDictConfig", "FullStateDictConfig", "FullyShardedDataParallel",
     "KernelLinear", "MixedPrecision", "MixedPrecisionPolicy", "OffloadPolicy",
     "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",

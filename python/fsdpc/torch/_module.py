@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.sharding import fsdp_module, offload, rules
+from fsdpc.sharding.compression import Compression, check_compression, words
 from fsdpc.sharding.strategies import replicated_mesh
 from fsdpc.torch import _compiled, _convert, _device, _forward, _fsdp2, _initialise
 from fsdpc.torch._checks import (
@@ -257,6 +258,15 @@ def _root_of(module: Any) -> Root:
     return root if root is not None else make_root(module)
 
 
+def _write(state: UnitState, named: list[tuple[str, Any]]) -> None:
+    """Give a unit the values of its parameters (collective if they are rank 0's)."""
+    recipe = state.recipe
+    for i, (_, p) in enumerate(named):
+        if not p.is_meta:
+            values = recipe.layouts[i].store(p.detach())
+            state.unit.write(i, values_of(values, recipe.where.comms, recipe.synced))
+
+
 def fully_shard(
     module: Any,
     *,
@@ -265,6 +275,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    compression: Compression | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     sync_module_states: bool = False,
@@ -291,9 +302,10 @@ def fully_shard(
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes for compute and communication.
     offload_policy : OffloadPolicy, optional
-        Which arrays to keep on a disk. On CPUs, masters are always in host memory. On a GPU, the
-        policy can also keep arrays in host memory: ``CPUOffloadPolicy()`` puts masters, gradients
-        and optimizer states there.
+        Which arrays to keep on a disk or, with a GPU, in host memory: ``CPUOffloadPolicy()`` puts
+        masters, gradients and optimizer states there. On CPUs, they always are.
+    compression : Compression, optional
+        How parameters travel between hosts; as they are by default.
     ignored_params : iterable of nn.Parameter, optional
         Parameters that are neither sharded nor reduced. Frozen ones of dtypes other than float32,
         bfloat16, float16 and float64 are also not sharded, but their values must be equal.
@@ -363,6 +375,7 @@ def fully_shard(
     check_place(modules)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     check_policy(mp_policy)
+    check_compression(compression)
     ignored = rules.as_params("ignored_params", ignored_params, torch.Tensor)
     ignored += _fsdp2.replicated(modules)
     if plan is not None:
@@ -376,6 +389,7 @@ def fully_shard(
             "sync_module_states": sync_module_states,
             "shard_placement_fn": shard_placement_fn,
             "offload_policy": offload_policy,
+            "compression": compression,
             "master_dtype": master_dtype,
         }
         rules.shard_by_plan(groups_of(modules, plan), options, fully_shard)
@@ -409,7 +423,7 @@ def fully_shard(
     title = "+".join(type(m).__name__ for m in modules)
     compared = [*zip(named, layouts, strict=True), *((each, "") for each in left)]
     lines = [_line(*each, layout, sync_module_states) for each, layout in compared]
-    lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
+    lines.append(f"{policy}, {where}{offload.words(offload_policy)}{words(compression)}")
     check_agreement([title, *lines], where.comms, _initialise.CURE)
     if _device.on_cpu():
         warn_of_slow_products(modules, {policy.param_dtype or d for d in dtypes})
@@ -426,15 +440,13 @@ def fully_shard(
         frozen=frozenset(i for i, (_, p) in enumerate(named) if not p.requires_grad),
         synced=sync_module_states,
         offload=offload_policy,
+        compression=compression,
         mesh=torch_mesh,
         placements=placements,
     )
     with torch.inference_mode(False):  # sharded parameters must be trainable in either mode
         state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
-    for i, (_, p) in enumerate(named):
-        if not p.is_meta:
-            values = layouts[i].store(p.detach())
-            state.unit.write(i, values_of(values, where.comms, sync_module_states))
+    _write(state, named)
     _keep_whole(left, where.comms, sync_module_states)
     keep_codes(inside)
     mark_replaced(whole, state)

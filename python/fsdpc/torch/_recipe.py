@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdpc import _core, distributed
 from fsdpc.sharding import offload
+from fsdpc.sharding.compression import Compression, gather_codec
 from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.rules import Found, Inside, Placement
 from fsdpc.torch import _device
@@ -40,6 +41,7 @@ class Recipe:
     synced : bool
         Whether rank 0's initial values are used.
     offload : OffloadPolicy, optional
+    compression : Compression, optional
     mesh : DeviceMesh of torch, optional
         The mesh of the parameters, which are DTensors; None for plain parameters.
     placements : tuple of Placement
@@ -55,6 +57,7 @@ class Recipe:
     frozen: frozenset[int]
     synced: bool
     offload: OffloadPolicy | None = None
+    compression: Compression | None = None
     mesh: Any = None
     placements: tuple[Any, ...] = ()
 
@@ -80,6 +83,7 @@ class Recipe:
             modules=len(self.modules),
             offload=offload.opened(self.offload, self.where.comms[0]),
             band_per_param=self.mesh is not None,
+            gather_codec=gather_codec(self.compression),
         )
 
 

@@ -1,0 +1,88 @@
+/* Codecs: messages carry what was rounded without loss, wherever rows are cut. */
+#include "ops/codec.h"
+
+#include <string.h>
+
+#include "test_flat_common.h"
+
+enum { ROW = 320, ROWS = 441, MOST = ROW * ROWS };
+
+static const fsdpc_codec codecs[] = {FSDPC_CODEC_EXACT, FSDPC_CODEC_BF16, FSDPC_CODEC_INT8,
+                                     FSDPC_CODEC_FP8, FSDPC_CODEC_INT4};
+static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
+
+/* Rounds rows together and one by one: the same bits, which a message of any rows keeps. */
+static void test_round(rig *r, fsdpc_codec codec, fsdpc_dtype dtype, size_t row)
+{
+    size_t element = fsdpc_dtype_bytes(dtype), numel = MOST / row * row;
+    char *values = test_alloc(MOST * element), *parts = test_alloc(MOST * element);
+    char *back = test_alloc(MOST * element);
+    fsdpc_codec_rows whole = {dtype, row, numel}, one = {dtype, row, row};
+    fill_random(values, numel, dtype, row);
+    memcpy(parts, values, numel * element);
+    CHECK_OK(fsdpc_codec_round(codec, &whole, values, &r->stream));
+    if (!fsdpc_codec_shortens(codec, &whole))
+        CHECK(memcmp(values, parts, numel * element) == 0);
+    for (size_t at = 0; at < numel; at += row)
+        CHECK_OK(fsdpc_codec_round(codec, &one, parts + at * element, &r->stream));
+    CHECK(memcmp(values, parts, numel * element) == 0);
+    CHECK_OK(fsdpc_codec_round(codec, &whole, parts, &r->stream)); /* again */
+    CHECK(memcmp(values, parts, numel * element) == 0);
+    for (size_t rows = 1; rows * row <= numel; rows = rows * 7 + 1) {
+        fsdpc_codec_rows span = {dtype, row, rows * row};
+        size_t bytes = fsdpc_codec_bytes(codec, &span);
+        unsigned char *message = test_alloc(bytes + 4);
+        memset(message + bytes, 0x5a, 4);
+        const char *from = values + (numel - rows * row) * element;
+        CHECK_OK(fsdpc_codec_encode(codec, &span, from, message, &r->stream));
+        CHECK(message[bytes] == 0x5a && bytes % 4 == 0);
+        CHECK_OK(fsdpc_codec_decode(codec, &span, message, back, &r->stream));
+        CHECK_NOTE(memcmp(from, back, rows * row * element) == 0, "%s of %s, %zu rows of %zu",
+                   fsdpc_codec_name(codec), fsdpc_dtype_name(dtype), rows, row);
+        free(message);
+    }
+    free(values), free(parts), free(back);
+}
+
+static void test_bytes(void)
+{
+    const fsdpc_codec_rows span = {FSDPC_F32, 320, 3 * 320}, vector = {FSDPC_F32, 0, 33};
+    CHECK(fsdpc_codec_bytes(FSDPC_CODEC_EXACT, &span) == 3 * 320 * 4);
+    CHECK(fsdpc_codec_bytes(FSDPC_CODEC_BF16, &span) == 3 * 320 * 2);
+    CHECK(fsdpc_codec_bytes(FSDPC_CODEC_INT8, &span) == 3 * (320 + 2 * 4));
+    CHECK(fsdpc_codec_bytes(FSDPC_CODEC_FP8, &span) == 3 * (320 + 2 * 4));
+    CHECK(fsdpc_codec_bytes(FSDPC_CODEC_INT4, &span) == 3 * (160 + 5 * 4));
+    CHECK(fsdpc_codec_bytes(FSDPC_CODEC_INT8, &vector) == 33 * 4);
+    CHECK(fsdpc_codec_bytes(FSDPC_CODEC_BF16, &vector) == 68);
+}
+
+static void test_names(void)
+{
+    fsdpc_codec found;
+    for (size_t i = 0; i < sizeof codecs / sizeof *codecs; i++) {
+        CHECK_OK(fsdpc_codec_find(fsdpc_codec_name(codecs[i]), &found));
+        CHECK(found == codecs[i]);
+    }
+    CHECK_FAILS(fsdpc_codec_find("int7", &found), FSDPC_ERR_VALUE,
+                "no codec 'int7': choose from exact, bf16, int8, fp8, int4");
+}
+
+int main(void)
+{
+    fsdpc_isa isas[FSDPC_ISA_COUNT];
+    int n_isas = usable_isas(isas);
+    for (int k = 0; k < n_isas; k++) {
+        rig r;
+        rig_init(&r, isas[k], k % 2 ? 3 : 1);
+        for (size_t c = 0; c < sizeof codecs / sizeof *codecs; c++) {
+            for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
+                test_round(&r, codecs[c], dtypes[d], ROW);
+                test_round(&r, codecs[c], dtypes[d], 65);
+            }
+        }
+        rig_fini(&r);
+    }
+    test_bytes();
+    test_names();
+    return check_report("codec");
+}

@@ -1,0 +1,126 @@
+"""Compressed gathers under torch: values by the definition, bytes by the counters of links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+from fsdpc import _core
+from fsdpc.torch import Compression, MixedPrecisionPolicy, fully_shard
+
+from .test_hosts import join_again, leave, links
+
+FORMS = ("bf16", "int8", "fp8", "int4")
+
+
+def rounded(w: torch.Tensor, form: str) -> torch.Tensor:
+    """What a matrix's rows are sent as, by the definition."""
+    if form == "bf16":
+        return w.to(torch.bfloat16).to(w.dtype)
+    if w.ndim < 2 or w.shape[1] < 64:
+        return w
+    codes, scales = _core.encode_blocks(form, fsdpc.tensor(w.detach().float().numpy()), w.shape[1])
+    found = _core.decode_blocks(form, codes, scales, w.shape[1]).numpy()
+    return torch.from_numpy(np.array(found)).to(w.dtype)
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(320, 66), nn.ReLU(), nn.Linear(66, 8))
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_training_is_with_rounded_parameters(form: str) -> None:
+    """Straight through: gradients are those at the rounded parameters, masters stay exact."""
+    plain, model = build(), build()
+    masters = [p.detach().clone().requires_grad_() for p in plain.parameters()]
+    fully_shard(model[0], compression=Compression(gather=form))
+    fully_shard(model, compression=Compression(gather=form))
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(masters, lr=1e-2)
+    for step in range(4):
+        with torch.no_grad():
+            for p, master in zip(plain.parameters(), masters, strict=True):
+                p.copy_(rounded(master, form))
+        x = torch.randn(4, 320, generator=torch.Generator().manual_seed(step))
+        wanted = plain(x)
+        y = model(x)
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
+        if step == 0:
+            assert torch.equal(y, wanted)
+        (y**2).mean().backward()
+        grads = torch.autograd.grad((wanted**2).mean(), list(plain.parameters()))
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad()
+        with torch.no_grad():  # a rounding difference could reach the other level
+            for p, master in zip(model.parameters(), masters, strict=True):
+                torch.testing.assert_close(p.full_tensor(), master, rtol=1e-3, atol=1e-5)
+                master.copy_(p.full_tensor())
+    for (name, value), master in zip(model.state_dict().items(), masters, strict=True):
+        assert torch.equal(value.full_tensor(), master), name
+
+
+def sent_in_a_step(form: str | None, dtype: Any) -> int:
+    """Bytes that this rank sends to other hosts in the last of three steps."""
+    model = fully_shard(
+        nn.Linear(512, 256, bias=False), compression=Compression(gather=form),
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        before = links[0].sent_bytes
+        model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return links[0].sent_bytes - before
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_bytes(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank sends its rows to each other host once, and nothing else changes."""
+    row = {"bf16": 512 * 2, "int8": 512 + 2 * 4, "fp8": 512 + 2 * 4, "int4": 256 + 8 * 4}
+    for hosts in (2, 4):
+        join_again(hosts, tmp_path, monkeypatch)
+        fsdpc.torch._mesh.join()
+        exact, rows = sent_in_a_step(None, dtype), 256 // 4 * (hosts - 1)
+        for form in FORMS:
+            saved = exact - sent_in_a_step(form, dtype)
+            assert saved == rows * (512 * dtype.itemsize - row[form]), (hosts, form)
+    leave()
+
+
+@pytest.mark.ranks(4, init=False)
+def test_codes_in_transit_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    join_again(2, tmp_path, monkeypatch)
+    fsdpc.torch._mesh.join()
+    model = fsdpc.nn.Sequential(*(fsdpc.nn.Linear(256, 256, bias=False) for _ in range(4)))
+    compression = Compression(gather="int8")
+    plan = fsdpc.memory_plan(model, 4, plan={"*": {}}, compression=compression).for_hosts(2)
+    for layer in model:
+        fsdpc.fully_shard(layer, compression=compression)
+    fsdpc.fully_shard(model, compression=compression)
+    fsdpc.reset_peak_memory_stats()
+    for _ in range(3):
+        model(fsdpc.ones(2, 256)).sum().backward()
+        fsdpc.optim.SGD(model.parameters(), lr=0.1).step()
+    of_a_unit = 2 * (256 // 4) * (256 + 4)  # one message each way
+    peak = fsdpc.memory_stats()["staging_peak_bytes"]
+    assert of_a_unit <= peak <= plan.staging <= 3 * (of_a_unit + 128)
+    assert plan == fsdpc.memory_plan(model)
+    leave()
+
+
+def test_bad_input() -> None:
+    with pytest.raises(TypeError, match="compression must be a Compression, got 'int8'"):
+        fully_shard(nn.Linear(4, 4), compression="int8")
