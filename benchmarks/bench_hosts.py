@@ -10,7 +10,7 @@ benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--ra
 directions. Each host has half of the cores to itself, as two machines have. A step and its turns
 are those of bench_torch.py; engines use gloo. "native" is fsdpc's own LLaMA of the same shape;
 "native-openmpi" and "native-mpich" are that over an MPI, started by its launcher, told to use TCP.
-"ENGINE:HYBRID_SHARD" shards inside a host.
+"ENGINE:HYBRID_SHARD" shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses.
 "Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
 step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
@@ -162,7 +162,8 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
         row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
                f"{sent:.1f}", f"{pss:,.0f}", "", ""]  # fmt: skip
-        if name in ("fsdpc", "native") and model.startswith("llama-") and alone == alone:
+        known = name in ("fsdpc", "native") and "=" not in strategy
+        if known and model.startswith("llama-") and alone == alone:
             for i, cost in enumerate([(LATENCY, CORE), FREE]):
                 found = simulated(model, ranks, rate, alone, strategy, *cost)
                 row[i - 2] = f"{found.step * 1e3:.0f}"

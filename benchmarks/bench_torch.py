@@ -111,11 +111,14 @@ def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) 
     low = torch.bfloat16 if dtype == "bf16" else None
     options: dict[str, Any] = {}
     if engine in OURS:
-        from fsdpc.torch import MixedPrecisionPolicy, fully_shard, use_kernels
+        from fsdpc.torch import Compression, MixedPrecisionPolicy, fully_shard, use_kernels
 
         if engine == "fsdpc-kernels":
             use_kernels(model)
-        options["strategy"] = strategy or None
+        if "=" in strategy:
+            options["compression"] = Compression.parse(strategy)
+        else:
+            options["strategy"] = strategy or None
     elif engine == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -196,6 +199,9 @@ def native_step(engine: str, strategy: str, name: str) -> Callable[[], None]:
     elif engine == "native-alone":
         fsdpc.init(0, 1)
     _, preset, dtype = name.split("-")
+    if "=" in strategy:
+        compression = fsdpc.Compression.parse(strategy)
+        return bench_llama.fsdpc_step(preset, dtype, compression=compression)
     return bench_llama.fsdpc_step(preset, dtype, strategy=strategy or None)
 
 

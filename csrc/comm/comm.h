@@ -158,11 +158,11 @@ typedef struct fsdpc_coll {
     fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, unsharded gradients at byte `offset` */
     size_t offset;        /* bytes into the parameter buffer or reduce buffer where the unsharded
                              parameters begin */
-    fsdpc_codec codec;    /* GATHER: the form of slices, which it has rounded, between hosts */
-    bool after_copy_in;   /* GATHER: ends when all ranks have posted, since they write until then */
-    uint32_t trains;      /* hash of the caller's trainable parameters, or 0; only compared */
-    bool same_filling;    /* REDUCE_*: the buffer has already been posted since it was filled */
-    void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
+    fsdpc_codec codec;  /* between hosts: of a GATHER's slices, which it has rounded, or of sums */
+    bool after_copy_in; /* GATHER: ends when all ranks have posted, since they write until then */
+    uint32_t trains;    /* hash of the caller's trainable parameters, or 0; only compared */
+    bool same_filling;  /* REDUCE_*: the buffer has already been posted since it was filled */
+    void *shard;        /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
     double scale;               /* applied once to the sum, in fp32 unless dtype is F64 */
     fsdpc_dtype round_dtype;    /* dtype through which the scaled sum is rounded; see

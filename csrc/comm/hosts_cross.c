@@ -79,6 +79,7 @@ void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     fsdpc_hosts_staging_free(self, &op->here);
     fsdpc_hosts_staging_free(self, &op->there);
     fsdpc_hosts_staging_free(self, &op->all);
+    fsdpc_hosts_staging_free(self, &op->codes);
     free(op->slices);
     free(op->rows);
     free(op->theirs);

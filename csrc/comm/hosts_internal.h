@@ -48,7 +48,7 @@ typedef struct fsdpc_hosts_staging {
 
 /* Number of bytes that a reduction needs in each staging buffer. */
 typedef struct fsdpc_hosts_staging_bytes {
-    size_t here, there, all;
+    size_t here, there, all, codes;
 } fsdpc_hosts_staging_bytes;
 
 typedef struct fsdpc_hosts_op {
@@ -71,7 +71,7 @@ typedef struct fsdpc_hosts_op {
     fsdpc_transport_run
         *rows;         /* for a gather: the rows in the parameter buffer, of each host and slice */
     size_t done_numel; /* for values: elements of earlier rounds */
-    fsdpc_hosts_staging here, there, all;
+    fsdpc_hosts_staging here, there, all, codes;
 } fsdpc_hosts_op;
 
 struct fsdpc_hosts_comm {
@@ -177,7 +177,8 @@ fsdpc_status fsdpc_hosts_place_rows(const fsdpc_hosts_comm *self, const fsdpc_ho
 /* ---- hosts_op.c ---- */
 
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
-                                                        size_t numel, int n_hosts, int local_size);
+                                                        fsdpc_codec codec, size_t numel,
+                                                        int n_hosts, int local_size);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances this rank's operations in flight in all groups except those set apart. A failure is

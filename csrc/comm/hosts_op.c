@@ -16,6 +16,10 @@
  * tree over the hosts' sums is bit-identical to a single tree over all ranks. To keep results
  * identical, sums are sent in fp32 or fp64 and are scaled and rounded only once, at the end.
  *
+ * Codecs. A host's exact sums are encoded once, as they leave. Their receivers add what they decode
+ * in fp32, so no sum is ever encoded twice. In a REDUCE_ALL, all hosts must get the same result: each
+ * host adds its own sums as the others decode them. A NaN or an infinity stays one in every codec.
+ *
  * Order. All ranks of a communicator post in the same order. An operation's first phase is posted
  * together with the operation. Later phases wait for messages, which may arrive in any order.
  * Second phases therefore use a separate communicator and are posted on it in the order of their
@@ -77,19 +81,37 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
     return FSDPC_OK;
 }
 
+/* Returns sums as a codec's rows: every rank of a host has the same, so blocks may cross rows. */
+static fsdpc_codec_rows rows_of_sums(fsdpc_dtype dtype, size_t numel)
+{
+    return (fsdpc_codec_rows){.dtype = wide(dtype), .row = numel, .numel = numel};
+}
+
+/* Returns the size of a message with `numel` sums, if a codec is used. */
+static size_t code_bytes(fsdpc_codec codec, fsdpc_dtype dtype, size_t numel)
+{
+    fsdpc_codec_rows rows = rows_of_sums(dtype, numel);
+    return codec == FSDPC_CODEC_EXACT ? 0 : fsdpc_codec_bytes(codec, &rows);
+}
+
 /* Returns the memory that a rank needs to reduce `numel` elements. */
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
-                                                        size_t numel, int n_hosts, int local_size)
+                                                        fsdpc_codec codec, size_t numel,
+                                                        int n_hosts, int local_size)
 {
     size_t element = fsdpc_dtype_bytes(wide(dtype)), hosts = (size_t)n_hosts;
     size_t share = numel / (hosts * (size_t)local_size);
     if (kind == FSDPC_COLL_REDUCE_SCATTER)
         return (fsdpc_hosts_staging_bytes){.here = share * hosts * element,
-                                           .there = share * (hosts - 1) * element};
-    size_t part = fsdpc_ceil_div(numel, (size_t)local_size) * element;
+                                           .there = share * (hosts - 1) * element,
+                                           .codes =
+                                               code_bytes(codec, dtype, share) * 2 * (hosts - 1)};
+    size_t part = fsdpc_ceil_div(numel, (size_t)local_size);
     return (fsdpc_hosts_staging_bytes){.here = numel * element,
-                                       .there = part * hosts,
-                                       .all = local_size > 1 ? part * (size_t)local_size : 0};
+                                       .there = part * element * hosts,
+                                       .all =
+                                           local_size > 1 ? part * element * (size_t)local_size : 0,
+                                       .codes = code_bytes(codec, dtype, part) * hosts};
 }
 
 /* Allocates enough memory for any reduction of the buffer in this dtype, so that the size depends
@@ -98,11 +120,12 @@ static fsdpc_status take_staging(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     size_t numel = coll->buffer->bytes / fsdpc_dtype_bytes(coll->dtype);
-    fsdpc_hosts_staging_bytes need = fsdpc_hosts_staging_bytes_for(coll->kind, coll->dtype, numel,
-                                                                   self->n_hosts, self->local_size);
+    fsdpc_hosts_staging_bytes need = fsdpc_hosts_staging_bytes_for(
+        coll->kind, coll->dtype, coll->codec, numel, self->n_hosts, self->local_size);
     FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->here, need.here));
     FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->there, need.there));
-    return fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->all, need.all);
+    FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->all, need.all));
+    return fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->codes, need.codes);
 }
 
 static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
@@ -113,6 +136,7 @@ static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     FSDPC_TRY(take_staging(self, op));
     fsdpc_coll sums = *coll;
     sums.stream = NULL;
+    sums.codec = FSDPC_CODEC_EXACT;
     sums.slices = op->slices;
     sums.n_slices = op->n_slices;
     sums.buffer = ((fsdpc_hosts_buffer *)coll->buffer)->host;
@@ -123,16 +147,53 @@ static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return fsdpc_comm_post(self->host, &sums, &op->host);
 }
 
+/* Posts the exchange of `numel` sums with a host, the `peer`th of the others. With a codec, messages
+ * are in the operation's memory for codes, received ones first. In a REDUCE_ALL, all peers get the
+ * same. */
+static fsdpc_status exchange_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, size_t peer,
+                                  size_t numel, unsigned char *to, const unsigned char *from)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    size_t bytes = numel * fsdpc_dtype_bytes(wide(coll->dtype));
+    if (coll->codec != FSDPC_CODEC_EXACT) {
+        fsdpc_codec_rows rows = rows_of_sums(coll->dtype, numel);
+        fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
+        bytes = fsdpc_codec_bytes(coll->codec, &rows);
+        size_t others = (size_t)self->n_hosts - 1;
+        bool same = coll->kind == FSDPC_COLL_REDUCE_ALL;
+        unsigned char *codes = op->codes.data + (others + (same ? 0 : peer)) * bytes;
+        if (!same || peer == 0)
+            FSDPC_TRY(fsdpc_codec_encode(coll->codec, &rows, from, codes, &stream));
+        from = codes;
+        to = op->codes.data + peer * bytes;
+    }
+    FSDPC_TRY(fsdpc_hosts_receive(self, op, host, 1, to, bytes));
+    return fsdpc_hosts_send(self, op, host, 1, from, bytes);
+}
+
+/* Decodes what the `peer`th of the other hosts sent; does nothing without a codec. */
+static fsdpc_status decode_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, size_t peer,
+                                size_t numel, unsigned char *to)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    fsdpc_codec_rows rows = rows_of_sums(coll->dtype, numel);
+    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
+    if (coll->codec == FSDPC_CODEC_EXACT)
+        return FSDPC_OK;
+    size_t bytes = fsdpc_codec_bytes(coll->codec, &rows);
+    return fsdpc_codec_decode(coll->codec, &rows, op->codes.data + peer * bytes, to, &stream);
+}
+
 static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
-    size_t bytes = sums_numel(coll) * fsdpc_dtype_bytes(wide(coll->dtype));
+    size_t numel = sums_numel(coll), bytes = numel * fsdpc_dtype_bytes(wide(coll->dtype));
     unsigned char *to = op->there.data;
-    for (int h = 0; h < self->n_hosts; h++) {
+    for (int h = 0, peer = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, to, bytes));
-        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + (size_t)h * bytes, bytes));
+        FSDPC_TRY(exchange_sums(self, op, h, (size_t)peer++, numel, to,
+                                op->here.data + (size_t)h * bytes));
         to += bytes;
     }
     return FSDPC_OK;
@@ -156,14 +217,18 @@ static lane_part part_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
 
 static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
-    lane_part part = part_of(self, &op->work->op);
-    size_t element = fsdpc_dtype_bytes(wide(op->work->op.dtype)), bytes = part.numel * element;
-    for (int h = 0; h < self->n_hosts; h++) {
+    const fsdpc_coll *coll = &op->work->op;
+    lane_part part = part_of(self, coll);
+    fsdpc_codec_rows rows = rows_of_sums(coll->dtype, part.numel);
+    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
+    unsigned char *own = op->here.data + part.first * fsdpc_dtype_bytes(wide(coll->dtype));
+    /* Every host adds what all hosts get from this one. */
+    FSDPC_TRY(fsdpc_codec_round(coll->codec, &rows, own, &stream));
+    for (int h = 0, peer = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        unsigned char *to = op->there.data + (size_t)h * part.bytes;
-        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, to, bytes));
-        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + part.first * element, bytes));
+        FSDPC_TRY(exchange_sums(self, op, h, (size_t)peer++, part.numel,
+                                op->there.data + (size_t)h * part.bytes, own));
     }
     return FSDPC_OK;
 }
@@ -194,9 +259,14 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     const fsdpc_coll *coll = &op->work->op;
     const unsigned char *sums[FSDPC_COLL_MAX_RANKS];
     size_t bytes = sums_numel(coll) * fsdpc_dtype_bytes(wide(coll->dtype));
-    for (int h = 0, came = 0; h < self->n_hosts; h++)
-        sums[h] = h == self->this_host ? op->here.data + (size_t)h * bytes
-                                       : op->there.data + (size_t)came++ * bytes;
+    for (int h = 0, came = 0; h < self->n_hosts; h++) {
+        sums[h] = op->here.data + (size_t)h * bytes;
+        if (h == self->this_host)
+            continue;
+        unsigned char *theirs = op->there.data + (size_t)came * bytes;
+        FSDPC_TRY(decode_sums(self, op, (size_t)came++, sums_numel(coll), theirs));
+        sums[h] = theirs;
+    }
     return add_sums(self, op, sums, self->n_hosts);
 }
 
@@ -213,9 +283,14 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
     lane_part part = part_of(self, &op->work->op);
     const void *srcs[FSDPC_COLL_MAX_RANKS];
-    for (int h = 0; h < self->n_hosts; h++)
-        srcs[h] = h == self->this_host ? op->here.data + part.first * fsdpc_dtype_bytes(dtype)
-                                       : op->there.data + (size_t)h * part.bytes;
+    for (int h = 0, came = 0; h < self->n_hosts; h++) {
+        srcs[h] = op->here.data + part.first * fsdpc_dtype_bytes(dtype);
+        if (h == self->this_host)
+            continue;
+        unsigned char *theirs = op->there.data + (size_t)h * part.bytes;
+        FSDPC_TRY(decode_sums(self, op, (size_t)came++, part.numel, theirs));
+        srcs[h] = theirs;
+    }
     return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
                                                   .n_srcs = self->n_hosts,
                                                   .dtype = dtype,
@@ -360,7 +435,7 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
 
 static void end_op(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_status status)
 {
-    if (op->work->op.codec != FSDPC_CODEC_EXACT) { /* it is as large as the unit's slices */
+    if (op->work->op.kind == FSDPC_COLL_GATHER && op->work->op.codec != FSDPC_CODEC_EXACT) {
         fsdpc_hosts_staging_free(self, &op->here);
         fsdpc_hosts_staging_free(self, &op->there);
     }

@@ -27,6 +27,12 @@ typedef struct fsdpc_offload {
     double part;
 } fsdpc_offload;
 
+/* The forms in which a unit's unsharded parameters, and its sums of gradients, travel between
+ * hosts. */
+typedef struct fsdpc_codecs {
+    fsdpc_codec gather, reduce;
+} fsdpc_codecs;
+
 typedef struct fsdpc_unit_options {
     const char *name; /* copied; shown in messages and traces */
     fsdpc_mesh mesh;
@@ -40,7 +46,7 @@ typedef struct fsdpc_unit_options {
     bool band_per_param; /* see fsdpc_layout_create */
     bool no_alias;       /* private memory for unsharded parameters, inaccessible while sharded */
     fsdpc_offload offload;
-    fsdpc_codec gather_codec; /* how unsharded parameters travel between hosts */
+    fsdpc_codecs codecs;
 } fsdpc_unit_options;
 
 /* Returns the number of ranks that contribute to a unit's gradients. */

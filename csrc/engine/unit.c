@@ -12,7 +12,6 @@
 #include <sys/mman.h>
 
 #include "base/size.h"
-#include "comm/coll_math.h"
 #include "ops/flat_ops.h"
 
 fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *group,
@@ -47,7 +46,7 @@ void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->param_dtype, &unit->offload,
-                                     unit->gather_codec) &&
+                                     unit->codecs.gather) &&
            group->plan->shard_numel > 0 && unit->device->flat != fsdpc_flat_ops_null() &&
            !unit->device->remote;
 }
@@ -196,15 +195,17 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                            .n_modules = 1};
     unit->no_alias = options->no_alias;
     unit->offload = options->offload;
-    unit->gather_codec = options->gather_codec;
+    unit->codecs = options->codecs;
     if (unit->offload.tier)
         fsdpc_tier_acquire(unit->offload.tier);
     unit->dirty = true;
     unit->pending_scale = 1;
-    if (unit->gather_codec != FSDPC_CODEC_EXACT && unit->device->remote)
+    bool coded =
+        unit->codecs.gather != FSDPC_CODEC_EXACT || unit->codecs.reduce != FSDPC_CODEC_EXACT;
+    if (coded && unit->device->remote)
         FSDPC_TRY_GOTO(status,
                        fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                                  "unit '%s' has its gathers compressed, which works on CPUs only",
+                                  "unit '%s' has a compression, which works on CPUs only",
                                   options->name),
                        destroy);
     FSDPC_TRY_GOTO(status,
@@ -308,19 +309,9 @@ fsdpc_offload fsdpc_unit_offload(const fsdpc_unit *unit)
     return unit->offload;
 }
 
-fsdpc_codec fsdpc_unit_gather_codec(const fsdpc_unit *unit)
+fsdpc_codecs fsdpc_unit_codecs(const fsdpc_unit *unit)
 {
-    return unit->gather_codec;
-}
-
-size_t fsdpc_unit_gather_bytes(const fsdpc_unit *unit)
-{
-    size_t bytes = 0;
-    for (int g = 0; g < unit->layout->n_groups; g++)
-        bytes +=
-            fsdpc_coll_gather_bytes(unit->gather_codec, unit->groups[g].param_dtype,
-                                    unit->groups[g].plan->bands, unit->groups[g].plan->n_bands);
-    return bytes;
+    return unit->codecs;
 }
 
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit)

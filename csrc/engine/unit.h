@@ -78,9 +78,7 @@ const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
 const fsdpc_mesh *fsdpc_unit_mesh(const fsdpc_unit *unit);
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_offload fsdpc_unit_offload(const fsdpc_unit *unit);
-fsdpc_codec fsdpc_unit_gather_codec(const fsdpc_unit *unit);
-/* Returns how many bytes of its codes, or of its slices, a rank sends to a rank of each other host. */
-size_t fsdpc_unit_gather_bytes(const fsdpc_unit *unit);
+fsdpc_codecs fsdpc_unit_codecs(const fsdpc_unit *unit);
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit); /* NULL before the first forward */
 fsdpc_unit_state fsdpc_unit_where(const fsdpc_unit *unit);
 bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun and not ended */

@@ -2219,6 +2219,7 @@ class Unit:
         offload: Offload | None = None,
         band_per_param: bool = False,
         gather_codec: str = "exact",
+        reduce_codec: str = "exact",
     ) -> None: ...
     name: str
     """Name shown in messages and traces."""
@@ -2245,6 +2246,9 @@ class Unit:
     @property
     def gather_codec(self) -> str:
         """The form in which gathers send parameters to other hosts, or "exact"."""
+    @property
+    def reduce_codec(self) -> str:
+        """The form in which reductions send sums to other hosts, or "exact"."""
     @property
     def gather_bytes(self) -> int:
         """Number of bytes that a rank sends to one rank of each other host in a gather."""
@@ -2332,6 +2336,9 @@ def encode_blocks(code: str, values: Tensor, row: int, /) -> tuple[Tensor, Tenso
 
 def decode_blocks(code: str, codes: Tensor, maxima: Tensor, row: int, /) -> Tensor:
     """Return the numbers of codes."""
+
+def codec_bytes(form: str, numel: int, /) -> int:
+    """Return how many bytes the sums of so many gradients take between hosts."""
 
 class Optimizer:
     """Updates flat shards by a row of the table of optimizers."""

@@ -1,4 +1,5 @@
-"""Compressed gathers: one rank's values on any number of ranks and hosts, exact masters, bytes."""
+"""Compression: of gathers, one rank's values on any number of ranks and hosts; of reductions, the
+values of the definition, alike on all replicas."""
 
 from __future__ import annotations
 
@@ -126,6 +127,111 @@ def test_written_masters_are_seen_and_others_are_not_copied_again() -> None:
     assert (before != 3).all()
 
 
+# ---- reductions ----
+
+ROWS = 17  # of 66, on each of four ranks
+
+
+def sent(sums: np.ndarray, form: str) -> np.ndarray:
+    """What a host's sums for one rank become on their way."""
+    t = fsdpc.tensor(sums.reshape(1, -1))
+    if form == "bf16":
+        return t.to(fsdpc.bfloat16).to(fsdpc.float32).numpy().reshape(sums.shape)
+    codes, scales = _core.encode_blocks(form, t, sums.size)
+    return _core.decode_blocks(form, codes, scales, sums.size).numpy().reshape(sums.shape)
+
+
+def gradient(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """An input and a gradient of the output, whose outer product is the weight's gradient."""
+    rng = np.random.default_rng(rank)
+    return (rng.standard_normal((1, 320)).astype(np.float32),
+            rng.standard_normal((1, 66)).astype(np.float32))  # fmt: skip
+
+
+def reduced(strategy: str, form: str | None, spoil: float | None = None) -> Any:
+    """A model after one backward."""
+    fsdpc.manual_seed(0)
+    hybrid = strategy == "HYBRID_SHARD"
+    mesh = fsdpc.init_device_mesh("cpu", (2, 2)) if hybrid else None
+    model = fsdpc.fully_shard(
+        nn.Linear(320, 66, bias=False), strategy=strategy, mesh=mesh,
+        compression=fsdpc.Compression(reduce=form),
+    )  # fmt: skip
+    x, dy = gradient(fsdpc.rank())
+    if spoil is not None and fsdpc.rank() == 3:
+        x[0, 5] = spoil
+    (model(fsdpc.tensor(x)) * fsdpc.tensor(dy)).sum().backward()
+    return model
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_a_host_sends_its_exact_sums_once(hosts: int, form: str) -> None:
+    pretend.on_hosts(hosts)
+    fsdpc.init()
+    pairs = [gradient(rank) for rank in range(4)]
+    each = [np.pad(dy.T @ x, ((0, 2), (0, 0))) for x, dy in pairs]
+    of_hosts = [sum(part) for part in np.array_split(np.array(each), hosts)]
+    want = np.empty_like(each[0])
+    for rank in range(4):
+        own, rows = rank * hosts // 4, slice(rank * ROWS, (rank + 1) * ROWS)
+        want[rows] = sum(
+            part[rows] if host == own else sent(part[rows], form)
+            for host, part in enumerate(of_hosts)
+        )
+    got = fsdpc.full_grad(reduced("FULL_SHARD", form).weight).numpy()
+    np.testing.assert_allclose(got, want[:66] / 4, rtol=2e-6, atol=2e-6)
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_replicas_get_the_same_sums(hosts: int, strategy: str) -> None:
+    pretend.on_hosts(hosts)
+    fsdpc.init()
+    exact = fsdpc.full_grad(reduced(strategy, None).weight).numpy()
+    for form, error in {"bf16": 0.004, "int8": 0.02, "fp8": 0.04, "int4": 0.2}.items():
+        got = fsdpc.full_grad(reduced(strategy, form).weight).numpy()
+        ratio = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+        assert 0 < ratio < error, (form, ratio)
+        of_ranks = fsdpc.all_gather(got.reshape(1, -1)).reshape(4, -1)
+        assert (of_ranks == of_ranks[0]).all(), form
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+def test_no_form_hides_what_is_not_finite(strategy: str) -> None:
+    pretend.on_hosts(2)
+    fsdpc.init()
+    for form in FORMS:
+        for spoil in (np.inf, -np.inf, np.nan):
+            model = reduced(strategy, form, spoil)
+            with pytest.raises(FloatingPointError, match="global gradient norm is"):
+                fsdpc.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+            found = fsdpc.full_grad(model.weight).numpy()
+            assert not np.isfinite(found[:, 5]).any(), (form, spoil)
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_sums_in_transit_are_planned(hosts: int, strategy: str) -> None:
+    pretend.on_hosts(hosts)
+    fsdpc.init()
+    for form in (None, *FORMS):
+        fsdpc.reset_peak_memory_stats()
+        before = fsdpc.memory_stats()["reduce_bytes"]
+        model = reduced(strategy, form)
+        peak = fsdpc.memory_stats()["reduce_peak_bytes"] - before
+        assert peak == fsdpc.memory_plan(model, strategy=strategy).reduce, form
+        del model
+    fsdpc.shutdown()
+
+
 @pytest.mark.ranks(2)
 def test_ranks_must_agree() -> None:
     form = FORMS[fsdpc.rank()]
@@ -141,5 +247,7 @@ def test_bad_input() -> None:
     for form in (None, *FORMS):
         compression = fsdpc.Compression(gather=form)
         assert fsdpc.Compression.parse(str(compression)) == compression
-    with pytest.raises(ValueError, match="'reduce=int8': say gather=FORM"):
-        fsdpc.Compression.parse("reduce=int8")
+    both = fsdpc.Compression(gather="bf16", reduce="int8")
+    assert fsdpc.Compression.parse("reduce=int8,gather=bf16") == both
+    with pytest.raises(ValueError, match="'send=int8': say gather=FORM, reduce=FORM or both"):
+        fsdpc.Compression.parse("send=int8")

@@ -70,10 +70,10 @@ def test_training_is_with_rounded_parameters(form: str) -> None:
         assert torch.equal(value.full_tensor(), master), name
 
 
-def sent_in_a_step(form: str | None, dtype: Any) -> int:
+def sent_in_a_step(dtype: Any, **forms: str) -> int:
     """Bytes that this rank sends to other hosts in the last of three steps."""
     model = fully_shard(
-        nn.Linear(512, 256, bias=False), compression=Compression(gather=form),
+        nn.Linear(512, 256, bias=False), compression=Compression(**forms),
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,10 +93,15 @@ def test_bytes(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for hosts in (2, 4):
         join_again(hosts, tmp_path, monkeypatch)
         fsdpc.torch._mesh.join()
-        exact, rows = sent_in_a_step(None, dtype), 256 // 4 * (hosts - 1)
+        exact, rows = sent_in_a_step(dtype), 256 // 4 * (hosts - 1)
         for form in FORMS:
-            saved = exact - sent_in_a_step(form, dtype)
+            saved = exact - sent_in_a_step(dtype, gather=form)
             assert saved == rows * (512 * dtype.itemsize - row[form]), (hosts, form)
+            saved = exact - sent_in_a_step(dtype, reduce=form)  # sums are fp32
+            assert saved == rows * (512 * 4 - row[form]), (hosts, form)
+        if dtype is torch.bfloat16:  # ZeRO-3 sends 2 bytes for each of two gathers and the sums
+            both = sent_in_a_step(dtype, gather="int8", reduce="int8")
+            assert both < 0.35 * rows * 512 * 6
     leave()
 
 

@@ -115,9 +115,22 @@ static PyObject *decode_blocks(PyObject *module, PyObject *args)
     return fsdpc_py_result(state, status, values);
 }
 
+static PyObject *codec_bytes(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *name;
+    Py_ssize_t numel;
+    fsdpc_codec codec;
+    if (!PyArg_ParseTuple(args, "sn", &name, &numel) ||
+        fsdpc_py_check(fsdpc_codec_find(name, &codec)) < 0)
+        return NULL;
+    const fsdpc_codec_rows rows = {FSDPC_F32, (size_t)numel, (size_t)numel};
+    return PyLong_FromSize_t(fsdpc_codec_bytes(codec, &rows));
+}
+
 PyMethodDef fsdpc_py_code_functions[] = {
     FSDPC_PY_FUNCTION(code_row, code_row, METH_O),
     FSDPC_PY_FUNCTION(encode_blocks, encode_blocks, METH_VARARGS),
     FSDPC_PY_FUNCTION(decode_blocks, decode_blocks, METH_VARARGS),
+    FSDPC_PY_FUNCTION(codec_bytes, codec_bytes, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

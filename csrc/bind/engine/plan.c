@@ -48,11 +48,12 @@ static int read_spec(PyObject *item, fsdpc_param_spec *spec)
 static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
 {
     PyObject *list, *param_dtype, *reduce_dtype, *offload;
-    const char *codec;
+    const char *gather_codec, *reduce_codec;
     fsdpc_unit_options *options = &unit->options;
     int encloses, keep_grads, rank_dependent, reshards;
-    if (!PyArg_ParseTuple(item, "O!OOOspppp", &PyList_Type, &list, &param_dtype, &reduce_dtype,
-                          &offload, &codec, &encloses, &keep_grads, &rank_dependent, &reshards))
+    if (!PyArg_ParseTuple(item, "O!OOOsspppp", &PyList_Type, &list, &param_dtype, &reduce_dtype,
+                          &offload, &gather_codec, &reduce_codec, &encloses, &keep_grads,
+                          &rank_dependent, &reshards))
         return -1;
     unit->encloses = encloses;
     unit->settings = (fsdpc_unit_settings){.keep_grads = keep_grads,
@@ -63,7 +64,8 @@ static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
     if ((options->cast_params && fsdpc_py_dtype_parse(param_dtype, &options->param_dtype) < 0) ||
         (options->cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options->reduce_dtype) < 0) ||
         fsdpc_py_offload_parse(module, offload, &options->offload) < 0 ||
-        fsdpc_py_check(fsdpc_codec_find(codec, &options->gather_codec)) < 0)
+        fsdpc_py_check(fsdpc_codec_find(gather_codec, &options->codecs.gather)) < 0 ||
+        fsdpc_py_check(fsdpc_codec_find(reduce_codec, &options->codecs.reduce)) < 0)
         return -1;
     fsdpc_param_spec *specs = fsdpc_py_array(PyList_GET_SIZE(list), sizeof *specs);
     unit->specs = specs;

@@ -198,7 +198,7 @@ static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs,
 
 static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, bool band_per_param,
                      PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype,
-                     PyObject *offload, const char *codec)
+                     PyObject *offload, const char *const codecs[2])
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
     if (!runtime)
@@ -212,7 +212,8 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, boo
                                   .no_alias = runtime->env.no_alias};
     if (fsdpc_py_offload_parse(PyType_GetModule(Py_TYPE(self)), offload, &options.offload) < 0)
         return -1;
-    if (fsdpc_py_check(fsdpc_codec_find(codec, &options.gather_codec)) < 0)
+    if (fsdpc_py_check(fsdpc_codec_find(codecs[0], &options.codecs.gather)) < 0 ||
+        fsdpc_py_check(fsdpc_codec_find(codecs[1], &options.codecs.reduce)) < 0)
         return -1;
     if (!(options.mesh.shard = fsdpc_py_comm_of(comms[0])))
         return -1;
@@ -258,17 +259,17 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     FSDPC_PY_KEYWORDS(keywords, "name", "names", "params", "shard", "replicate", "param_dtype",
                       "reduce_dtype", "output_dtype", "cast_forward_inputs",
                       "reshard_after_forward", "keep_grads", "deterministic", "modules", "offload",
-                      "band_per_param", "gather_codec");
+                      "band_per_param", "gather_codec", "reduce_codec");
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *offload = NULL;
     int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1, band_per_param = 0;
-    const char *codec = "exact";
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiOps", keywords, &name,
+    const char *codecs[] = {"exact", "exact"};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiOpss", keywords, &name,
                                      &PyList_Type, &names, &PyList_Type, &params, &shard,
                                      &replicate, &param_dtype, &reduce_dtype, &output_dtype,
                                      &cast_inputs, &reshard, &keep_grads, &deterministic,
-                                     &n_modules, &offload, &band_per_param, &codec))
+                                     &n_modules, &offload, &band_per_param, &codecs[0], &codecs[1]))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params))
         return PyErr_Format(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -283,7 +284,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
         init_unit(self, name, names, band_per_param != 0, comms, param_dtype, reduce_dtype, offload,
-                  codec) < 0) {
+                  codecs) < 0) {
         Py_DECREF(self);
         return NULL;
     }

@@ -9,6 +9,8 @@
 
 #include <stddef.h>
 
+#include "engine/gather.h"
+
 static fsdpc_unit *unit_of(PyObject *object)
 {
     return ((fsdpc_py_unit *)object)->ref->unit;
@@ -216,9 +218,11 @@ FSDPC_PY_GETTER(get_param_dtype, get_policy_dtype(object, false))
 FSDPC_PY_GETTER(get_reduce_dtype, get_policy_dtype(object, true))
 
 FSDPC_PY_GETTER(get_gather_codec,
-                PyUnicode_FromString(fsdpc_codec_name(fsdpc_unit_gather_codec(unit_of(object)))))
+                PyUnicode_FromString(fsdpc_codec_name(fsdpc_unit_codecs(unit_of(object)).gather)))
 
-FSDPC_PY_GETTER(get_gather_bytes, PyLong_FromSize_t(fsdpc_unit_gather_bytes(unit_of(object))))
+FSDPC_PY_GETTER(get_reduce_codec,
+                PyUnicode_FromString(fsdpc_codec_name(fsdpc_unit_codecs(unit_of(object)).reduce)))
+FSDPC_PY_GETTER(get_gather_bytes, PyLong_FromSize_t(fsdpc_gather_bytes(unit_of(object))))
 
 static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
 {
@@ -295,6 +299,7 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FSDPC_PY_ATTRIBUTE(Unit, param_dtype, get_param_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, reduce_dtype, get_reduce_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, gather_codec, get_gather_codec, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, reduce_codec, get_reduce_codec, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, gather_bytes, get_gather_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, comms, get_comms, NULL),

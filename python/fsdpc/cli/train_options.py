@@ -22,7 +22,7 @@ from fsdpc.monitor import plots
 from fsdpc.monitor.loggers import read_words
 from fsdpc.optim import BY_NAME, Optimizer
 from fsdpc.optim.lr_scheduler import LRScheduler, schedule_by_name
-from fsdpc.sharding.compression import GATHERS, Compression
+from fsdpc.sharding.compression import FORMS, Compression
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import FIELDS, OffloadPolicy
 from fsdpc.sharding.rules import check_reshard
@@ -269,8 +269,8 @@ def add_storage_options(group: Any) -> None:
     group.add_argument(
         "--compress",
         type=_compression,
-        metavar="gather=FORM",
-        help=f"how parameters travel between hosts: {', '.join(GATHERS)}",
+        metavar="gather=FORM,reduce=FORM",
+        help=f"how parameters and gradients travel between hosts: {', '.join(FORMS)}",
     )
 
 

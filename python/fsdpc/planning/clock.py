@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from fsdpc import _core
 from fsdpc.planning.memory_plan import HostGroup
 from fsdpc.planning.played import Event, Played
 
@@ -49,13 +50,18 @@ class Network:
         self.is_ring: bool = device == "cuda"
         self.messages: dict[str, int] = messages  # their bytes, from the engine's plan
 
-    def load(self, kind: str, group: HostGroup, full: float, element: int) -> Load:
+    def load(
+        self, kind: str, group: HostGroup, full: float, element: int, form: str = "exact"
+    ) -> Load:
         """Return the load of a "gather", "reduce" or "all_reduce" of ``full`` bytes."""
         if self.is_ring:
             return self._ring(kind, group, full)
         hosts, local_size, per_host = group
         wide = full / element * max(4, element)  # sums are sent in fp32
         crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": wide}[kind]
+        if form != "exact":
+            share = full / element / local_size / (hosts if kind == "reduce" else 1)
+            crossing = local_size * _core.codec_bytes(form, math.ceil(share))
         inside = {"gather": 0.0, "reduce": local_size * full,
                   "all_reduce": local_size * local_size * full}[kind]
         if local_size == 1:
@@ -232,10 +238,13 @@ class Clock:
         second = self.seconds.popleft()
         if self.n_shards == 1:
             return  # only replicas: there is only the second stage
-        load = self.network.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
+        form = self.record.forms[unit]
+        load = self.network.load(
+            "reduce", self.shards, n_bytes, self.record.reduce_sizes[unit], form
+        )
         first = self.sums[unit] = self._post("reduce", load)
         if second:
-            load = self.network.load("all_reduce", self.replicas, second, 4)
+            load = self.network.load("all_reduce", self.replicas, second, 4, form)
             both = self.sums[unit] = self._post("sum", load, first)
             both.kind, both.bytes = "all_reduce", second
 
@@ -246,7 +255,8 @@ class Clock:
         element = 4 if first else self.record.reduce_sizes[unit]
         if first and not self.network.is_ring:
             self._wait("reduce", first)
-        load = self.network.load("all_reduce", self.replicas, n_bytes, element)
+        form = self.record.forms[unit]
+        load = self.network.load("all_reduce", self.replicas, n_bytes, element, form)
         self.sums[unit] = self._post("sum", load, first)
 
     def _reduce_done(self, unit: int, n_bytes: int) -> None:

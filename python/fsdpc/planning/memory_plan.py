@@ -17,7 +17,7 @@ from fsdpc.optim.matrix import takes_muon
 from fsdpc.planning import memory_picture
 from fsdpc.planning.snapshot import Snapshot
 from fsdpc.sharding import rules, saved
-from fsdpc.sharding.compression import Compression, gather_codec
+from fsdpc.sharding.compression import Compression, codecs
 from fsdpc.sharding.fsdp_module import FSDPModule
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import OffloadPolicy, planned
@@ -200,6 +200,7 @@ class _PlannedUnit(NamedTuple):
     reduce_dtype: Any
     offload: dict[str, _core.Offload | None]
     gather_codec: str
+    reduce_codec: str
     encloses: bool  # or is the root
     keep_grads: bool
     rank_dependent: bool
@@ -433,6 +434,7 @@ def _sharded_units(model: Any, rules_of: dict[int, str]) -> list[_PlannedUnit]:
             reduce_dtype=unit.reduce_dtype,
             offload=_sharded_offload(unit.offload),
             gather_codec=unit.gather_codec,
+            reduce_codec=unit.reduce_codec,
             encloses=encloses,
             keep_grads=unit.keep_grads,
             rank_dependent=unit.rank_dependent,
@@ -481,7 +483,7 @@ def _planned_units(
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
                 offload={name: planned(policies, name) for name in DEVICES},
-                gather_codec=gather_codec(compressed),
+                **codecs(compressed),
                 encloses=module is model or any(id(m) in ids for m in list(module.modules())[1:]),
                 keep_grads=False,
                 rank_dependent=False,

@@ -53,6 +53,7 @@ class Played:
     samples: tuple[Sample, ...]
     units: tuple[str, ...]
     reduce_sizes: tuple[int, ...]  # element size in each unit's reductions
+    forms: tuple[str, ...]  # in which each unit's sums travel between hosts
     codes: tuple[int, ...]  # what a rank sends to each other host in a unit's gathers; 0: slices
     memory: dict[str, int]
 
@@ -139,6 +140,7 @@ def _play(
         samples=tuple(sampler.samples),
         units=tuple(u.name for u in units),
         reduce_sizes=tuple(sizes),
+        forms=tuple(u.reduce_codec for u in units),
         codes=tuple(u.gather_bytes if u.gather_codec != "exact" else 0 for u in units),
         memory=sampler.peaks,
     )
