@@ -11,7 +11,6 @@
 
 #include <string.h>
 
-#include "comm/coll_math.h"
 #include "engine/acts.h"
 #include "engine/unsharded.h"
 #include "engine/order.h"
@@ -32,7 +31,7 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
                      .recv = group->target,
                      .param_buffer = root->param_buffer,
                      .offset = group->param_buffer_offset,
-                     .codec = unit->codecs.gather,
+                     .codec = unit->gather_codec,
                      .after_copy_in = unit->copy_in_later};
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
@@ -101,7 +100,7 @@ static fsdpc_status compare_rounded(const fsdpc_unit *unit, const fsdpc_unit_gro
                                           fsdpc_unit_masters(unit, group, band, band->shard_offset),
                                           group->plan->dtype, rows.numel, main);
     if (status == FSDPC_OK)
-        status = fsdpc_codec_round(unit->codecs.gather, &rows, rounded, main);
+        status = fsdpc_codec_round(unit->gather_codec, &rows, rounded, main);
     if (status == FSDPC_OK)
         status = fsdpc_flat_equal(fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
                                   rows.dtype, rounded, rows.dtype, rows.numel, equal_io, main);
@@ -127,14 +126,4 @@ fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
         }
     }
     return FSDPC_OK;
-}
-
-size_t fsdpc_gather_bytes(const fsdpc_unit *unit)
-{
-    size_t bytes = 0;
-    for (int g = 0; g < unit->layout->n_groups; g++)
-        bytes +=
-            fsdpc_coll_gather_bytes(unit->codecs.gather, unit->groups[g].param_dtype,
-                                    unit->groups[g].plan->bands, unit->groups[g].plan->n_bands);
-    return bytes;
 }

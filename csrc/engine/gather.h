@@ -14,7 +14,4 @@ fsdpc_status fsdpc_gather_copy_in(fsdpc_unit *unit);
  * Unless `equal_io` is in device memory, the host waits for the result. */
 fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io);
 
-/* Returns how many bytes of its codes, or of its slices, a rank sends to a rank of each other host. */
-size_t fsdpc_gather_bytes(const fsdpc_unit *unit);
-
 #endif

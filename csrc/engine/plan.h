@@ -27,12 +27,6 @@ typedef struct fsdpc_offload {
     double part;
 } fsdpc_offload;
 
-/* The forms in which a unit's unsharded parameters, and its sums of gradients, travel between
- * hosts. */
-typedef struct fsdpc_codecs {
-    fsdpc_codec gather, reduce;
-} fsdpc_codecs;
-
 typedef struct fsdpc_unit_options {
     const char *name; /* copied; shown in messages and traces */
     fsdpc_mesh mesh;
@@ -46,8 +40,17 @@ typedef struct fsdpc_unit_options {
     bool band_per_param; /* see fsdpc_layout_create */
     bool no_alias;       /* private memory for unsharded parameters, inaccessible while sharded */
     fsdpc_offload offload;
-    fsdpc_codecs codecs;
+    fsdpc_codec gather_codec; /* the form of unsharded parameters between hosts */
 } fsdpc_unit_options;
+
+static inline fsdpc_status fsdpc_plan_check_codec(const fsdpc_device *device, const char *unit,
+                                                  fsdpc_codec codec)
+{
+    if (codec == FSDPC_CODEC_EXACT || !device->remote)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "unit '%s' is compressed, which works on CPUs only",
+                      unit);
+}
 
 /* Returns the number of ranks that contribute to a unit's gradients. */
 static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)

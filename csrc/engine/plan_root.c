@@ -65,7 +65,7 @@ static bool shares_masters(const planner *p, const fsdpc_plan_unit *unit, const 
 {
     return !p->options->single && !p->options->remote &&
            fsdpc_plan_shares_masters(group, plan->param_dtype, &unit->options.offload,
-                                     unit->options.codecs.gather);
+                                     unit->options.gather_codec);
 }
 
 static void plan_matrix(planner *p, const fsdpc_place *place)
@@ -160,9 +160,9 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
     fsdpc_array_plan array = fsdpc_plan_array(offload, offload->masters, numel, group->dtype);
     if (!shares_masters(p, unit, group, &plan))
         FSDPC_TRY(plan_array(p, "masters", FSDPC_MEM_MASTER, 1, &array));
-    if (unit->options.codecs.gather != FSDPC_CODEC_EXACT) {
+    if (unit->options.gather_codec != FSDPC_CODEC_EXACT) {
         size_t peers = (size_t)p->options->shards.hosts - 1;
-        size_t bytes = fsdpc_coll_gather_bytes(unit->options.codecs.gather, plan.param_dtype,
+        size_t bytes = fsdpc_coll_gather_bytes(unit->options.gather_codec, plan.param_dtype,
                                                group->bands, group->n_bands);
         if (peers > 0)
             sizes->codes += fsdpc_mem_counted(bytes) + fsdpc_mem_counted(peers * bytes);
@@ -293,7 +293,7 @@ static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t
         return 0;
     return fsdpc_comm_hosts_staging_bytes(
         over_replicas ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER, sizes->dtypes[stage][g],
-        p->units[unit].options.codecs.reduce, buffer_bytes, group.hosts, group.local_size);
+        p->units[unit].settings.reduce_codec, buffer_bytes, group.hosts, group.local_size);
 }
 
 static fsdpc_status emit_buffers(const planner *p, const char *name, size_t bytes, size_t count,

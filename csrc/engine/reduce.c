@@ -122,7 +122,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
         fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_coll op = {.kind = replicas_alone ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER,
                          .unit = unit->id,
-                         .codec = unit->codecs.reduce,
+                         .codec = unit->settings.reduce_codec,
                          .what = unit->name,
                          .dtype = group->reduce_dtype,
                          .epoch = epoch,
@@ -163,7 +163,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
         fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_ALL,
                          .unit = unit->id,
-                         .codec = unit->codecs.reduce,
+                         .codec = unit->settings.reduce_codec,
                          .what = unit->name,
                          .dtype = group->grad_dtype,
                          .epoch = root->steps,

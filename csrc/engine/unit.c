@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 
 #include "base/size.h"
+#include "comm/coll_math.h"
 #include "ops/flat_ops.h"
 
 fsdpc_status fsdpc_unit_create_array(const fsdpc_unit *unit, const fsdpc_group *group,
@@ -46,7 +47,7 @@ void fsdpc_unit_destroy_array(const fsdpc_unit *unit, fsdpc_extent *extent, void
 static bool can_spread(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return fsdpc_plan_shares_masters(group->plan, group->param_dtype, &unit->offload,
-                                     unit->codecs.gather) &&
+                                     unit->gather_codec) &&
            group->plan->shard_numel > 0 && unit->device->flat != fsdpc_flat_ops_null() &&
            !unit->device->remote;
 }
@@ -195,19 +196,13 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                            .n_modules = 1};
     unit->no_alias = options->no_alias;
     unit->offload = options->offload;
-    unit->codecs = options->codecs;
+    unit->gather_codec = options->gather_codec;
     if (unit->offload.tier)
         fsdpc_tier_acquire(unit->offload.tier);
     unit->dirty = true;
     unit->pending_scale = 1;
-    bool coded =
-        unit->codecs.gather != FSDPC_CODEC_EXACT || unit->codecs.reduce != FSDPC_CODEC_EXACT;
-    if (coded && unit->device->remote)
-        FSDPC_TRY_GOTO(status,
-                       fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                                  "unit '%s' has a compression, which works on CPUs only",
-                                  options->name),
-                       destroy);
+    FSDPC_TRY_GOTO(status, fsdpc_plan_check_codec(unit->device, options->name, unit->gather_codec),
+                   destroy);
     FSDPC_TRY_GOTO(status,
                    fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size,
                                        options->band_per_param, &unit->layout),
@@ -309,9 +304,19 @@ fsdpc_offload fsdpc_unit_offload(const fsdpc_unit *unit)
     return unit->offload;
 }
 
-fsdpc_codecs fsdpc_unit_codecs(const fsdpc_unit *unit)
+fsdpc_codec fsdpc_unit_gather_codec(const fsdpc_unit *unit)
 {
-    return unit->codecs;
+    return unit->gather_codec;
+}
+
+size_t fsdpc_unit_gather_bytes(const fsdpc_unit *unit)
+{
+    size_t bytes = 0;
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        bytes +=
+            fsdpc_coll_gather_bytes(unit->gather_codec, unit->groups[g].param_dtype,
+                                    unit->groups[g].plan->bands, unit->groups[g].plan->n_bands);
+    return bytes;
 }
 
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit)
@@ -346,7 +351,8 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
                           unit->name);
     if (unit->root &&
         (settings->n_modules != now->n_modules || settings->keep_grads != now->keep_grads ||
-         settings->deterministic != now->deterministic))
+         settings->deterministic != now->deterministic ||
+         settings->reduce_codec != now->reduce_codec))
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "unit '%s' has a root: its modules, buffers and sums are "
                           "set before its first forward",
@@ -355,6 +361,7 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "deterministic mode of unit '%s', which is stepped inside backward",
                           unit->name);
+    FSDPC_TRY(fsdpc_plan_check_codec(unit->device, unit->name, settings->reduce_codec));
     unit->settings = *settings;
     return FSDPC_OK;
 }

@@ -44,10 +44,11 @@ typedef struct fsdpc_unit_settings {
     int prefetch;             /* how many units its root gathers ahead, if the unit becomes the
                                * outermost */
     /* Fixed once there is a root: */
-    int n_modules;       /* how many modules belong to it */
-    bool keep_grads;     /* the unit has its own reduce buffer (SHARD_OPTIM) */
-    bool deterministic;  /* micro-steps are summed as a tree (micro.h) */
-    bool rank_dependent; /* it runs only on some ranks (sched.c) */
+    int n_modules;            /* how many modules belong to it */
+    bool keep_grads;          /* the unit has its own reduce buffer (SHARD_OPTIM) */
+    bool deterministic;       /* micro-steps are summed as a tree (micro.h) */
+    bool rank_dependent;      /* it runs only on some ranks (sched.c) */
+    fsdpc_codec reduce_codec; /* the form of sums between hosts */
 } fsdpc_unit_settings;
 
 /* Whether a unit has its own memory or shares it with the other units of its root. `encloses`: it
@@ -78,7 +79,9 @@ const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
 const fsdpc_mesh *fsdpc_unit_mesh(const fsdpc_unit *unit);
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_offload fsdpc_unit_offload(const fsdpc_unit *unit);
-fsdpc_codecs fsdpc_unit_codecs(const fsdpc_unit *unit);
+fsdpc_codec fsdpc_unit_gather_codec(const fsdpc_unit *unit);
+/* Returns how many bytes of its codes, or of its slices, a rank sends to a rank of each other host. */
+size_t fsdpc_unit_gather_bytes(const fsdpc_unit *unit);
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit); /* NULL before the first forward */
 fsdpc_unit_state fsdpc_unit_where(const fsdpc_unit *unit);
 bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun and not ended */

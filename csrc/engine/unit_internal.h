@@ -88,7 +88,7 @@ struct fsdpc_unit {
     fsdpc_trace *trace;
     fsdpc_root *root; /* NULL before the first forward */
     fsdpc_offload offload;
-    fsdpc_codecs codecs; /* see unsharded.h, and comm.h for sums */
+    fsdpc_codec gather_codec; /* see unsharded.h */
     size_t reduce_bytes, param_buffer_bytes, grad_bytes;
 
     /* Settings. Written by unit.c. */

@@ -102,7 +102,7 @@ fsdpc_status fsdpc_unsharded_round(const fsdpc_unit *unit)
             const fsdpc_slice *band = &group->plan->bands[i];
             fsdpc_codec_rows rows = fsdpc_unsharded_rows(group, band);
             FSDPC_TRY(fsdpc_codec_round(
-                unit->codecs.gather, &rows,
+                unit->gather_codec, &rows,
                 fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset), main));
         }
     }

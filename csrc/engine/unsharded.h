@@ -100,7 +100,7 @@ static inline bool fsdpc_unsharded_rounds(const fsdpc_unit *unit, const fsdpc_un
                                           const fsdpc_slice *band)
 {
     fsdpc_codec_rows rows = fsdpc_unsharded_rows(group, band);
-    return fsdpc_codec_shortens(unit->codecs.gather, &rows);
+    return fsdpc_codec_shortens(unit->gather_codec, &rows);
 }
 
 /* Rounds this rank's own slices as the unit's codec does. */

@@ -30,7 +30,8 @@ static const fsdpc_code codes_of[] = {
 typedef struct part {
     float *values, *scales;
     uint8_t *codes;
-    size_t at, numel, most; /* in elements of all rows */
+    size_t at, numel, most; /* elements */
+    bool inside;            /* part of one row; otherwise whole rows */
 } part;
 
 const char *fsdpc_codec_name(fsdpc_codec codec)
@@ -54,12 +55,18 @@ fsdpc_status fsdpc_codec_find(const char *name, fsdpc_codec *out)
 
 static bool has_blocks(fsdpc_codec codec)
 {
-    return codec != FSDPC_CODEC_EXACT && codec != FSDPC_CODEC_BF16;
+    return codec != FSDPC_CODEC_EXACT && codec != FSDPC_CODEC_BF16 && codec != FSDPC_CODEC_FP16;
+}
+
+/* Returns the dtype of a codec without blocks. */
+static fsdpc_dtype narrow_of(fsdpc_codec codec)
+{
+    return codec == FSDPC_CODEC_FP16 ? FSDPC_F16 : FSDPC_BF16;
 }
 
 bool fsdpc_codec_shortens(fsdpc_codec codec, const fsdpc_codec_rows *rows)
 {
-    if (codec == FSDPC_CODEC_BF16)
+    if (codec == FSDPC_CODEC_BF16 || codec == FSDPC_CODEC_FP16)
         return rows->dtype == FSDPC_F32;
     return has_blocks(codec) && rows->row > 0 &&
            (rows->dtype == FSDPC_F32 || rows->dtype == FSDPC_BF16 || rows->dtype == FSDPC_F16);
@@ -70,16 +77,19 @@ static size_t code_bytes(fsdpc_codec codec, size_t numel)
     return codec == FSDPC_CODEC_INT4 ? (numel + 1) / 2 : numel;
 }
 
-static size_t scales_of(fsdpc_codec codec, const fsdpc_codec_rows *rows, size_t numel)
+/* Returns the number of blocks before an element that begins one, or in all rows. */
+static size_t scales_before(fsdpc_codec codec, const fsdpc_codec_rows *rows, size_t at)
 {
-    return fsdpc_code_blocks_of(codes_of[codec], numel, rows->row);
+    fsdpc_code code = codes_of[codec];
+    return fsdpc_code_blocks_of(code, at, rows->row) +
+           fsdpc_ceil_div(at % rows->row, fsdpc_code_block(code));
 }
 
 size_t fsdpc_codec_bytes(fsdpc_codec codec, const fsdpc_codec_rows *rows)
 {
     size_t bytes = rows->numel * fsdpc_dtype_bytes(rows->dtype);
     if (fsdpc_codec_shortens(codec, rows))
-        bytes = has_blocks(codec) ? scales_of(codec, rows, rows->numel) * sizeof(float) +
+        bytes = has_blocks(codec) ? scales_before(codec, rows, rows->numel) * sizeof(float) +
                                         code_bytes(codec, rows->numel)
                                   : rows->numel * fsdpc_dtype_bytes(FSDPC_BF16);
     return fsdpc_round_up(bytes, 4);
@@ -93,13 +103,15 @@ static bool is_null(const fsdpc_stream *stream)
 
 /* ---- Parts ---- */
 
-/* Allocates memory for parts of an even number of rows, so that none begins inside a byte. */
+/* Chooses parts, which are whole rows or inside one, and allocates memory for one. No part begins
+ * inside a byte. */
 static fsdpc_status part_begin(fsdpc_codec codec, const fsdpc_codec_rows *rows, part *p)
 {
-    size_t n = fsdpc_max_size(PART / rows->row, 2) & ~(size_t)1;
-    size_t most = fsdpc_min_size(n * rows->row, rows->numel);
-    size_t scales = scales_of(codec, rows, fsdpc_round_up(most, rows->row));
-    *p = (part){.most = most};
+    bool inside = rows->row > PART && (rows->row % 2 == 0 || rows->row == rows->numel);
+    size_t even = fsdpc_max_size(PART / rows->row, 2) & ~(size_t)1;
+    size_t most = fsdpc_min_size(inside ? PART : even * rows->row, rows->numel);
+    size_t scales = scales_before(codec, rows, most) + 1;
+    *p = (part){.most = most, .inside = inside};
     p->values = malloc((most + scales) * sizeof(float) + most);
     if (!p->values)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to encode %zu elements", most);
@@ -111,8 +123,20 @@ static fsdpc_status part_begin(fsdpc_codec codec, const fsdpc_codec_rows *rows, 
 static bool part_next(const fsdpc_codec_rows *rows, part *p)
 {
     p->at += p->numel;
-    p->numel = fsdpc_min_size(p->most, rows->numel - p->at);
+    size_t left = p->inside ? rows->row - p->at % rows->row : rows->numel - p->at;
+    p->numel = p->at < rows->numel ? fsdpc_min_size(p->most, left) : 0;
     return p->numel > 0;
+}
+
+/* Returns the codes of a part, for the kernels. */
+static fsdpc_code_args codes_in(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p)
+{
+    return (fsdpc_code_args){.code = codes_of[codec],
+                             .values = p->values,
+                             .codes = p->codes,
+                             .maxima = p->scales,
+                             .numel = p->numel,
+                             .row = p->inside ? p->numel : rows->row};
 }
 
 static fsdpc_status part_encode(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p,
@@ -120,26 +144,16 @@ static fsdpc_status part_encode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
 {
     const char *from = (const char *)values + p->at * fsdpc_dtype_bytes(rows->dtype);
     FSDPC_TRY(fsdpc_flat_cast(p->values, FSDPC_F32, from, rows->dtype, p->numel, stream));
-    return fsdpc_flat_encode(&(fsdpc_code_args){.code = codes_of[codec],
-                                                .values = p->values,
-                                                .codes = p->codes,
-                                                .maxima = p->scales,
-                                                .numel = p->numel,
-                                                .row = rows->row},
-                             stream);
+    fsdpc_code_args args = codes_in(codec, rows, p);
+    return fsdpc_flat_encode(&args, stream);
 }
 
 static fsdpc_status part_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p,
                                 void *values, fsdpc_stream *stream)
 {
     char *to = (char *)values + p->at * fsdpc_dtype_bytes(rows->dtype);
-    FSDPC_TRY(fsdpc_flat_decode(&(fsdpc_code_args){.code = codes_of[codec],
-                                                   .values = p->values,
-                                                   .codes = p->codes,
-                                                   .maxima = p->scales,
-                                                   .numel = p->numel,
-                                                   .row = rows->row},
-                                stream));
+    fsdpc_code_args args = codes_in(codec, rows, p);
+    FSDPC_TRY(fsdpc_flat_decode(&args, stream));
     return fsdpc_flat_cast(to, rows->dtype, p->values, FSDPC_F32, p->numel, stream);
 }
 
@@ -150,10 +164,12 @@ typedef struct part_place {
 
 static part_place place_of(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p)
 {
-    size_t all = scales_of(codec, rows, rows->numel) * sizeof(float);
-    return (part_place){.scales = scales_of(codec, rows, p->at) * sizeof(float),
+    size_t first = scales_before(codec, rows, p->at);
+    size_t end = scales_before(codec, rows, p->at + p->numel);
+    size_t all = scales_before(codec, rows, rows->numel) * sizeof(float);
+    return (part_place){.scales = first * sizeof(float),
                         .codes = all + code_bytes(codec, p->at),
-                        .scale_bytes = scales_of(codec, rows, p->numel) * sizeof(float)};
+                        .scale_bytes = (end - first) * sizeof(float)};
 }
 
 static void pack(fsdpc_codec codec, const part *p, unsigned char *to)
@@ -198,7 +214,7 @@ fsdpc_status fsdpc_codec_encode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
         return FSDPC_OK;
     }
     if (!has_blocks(codec))
-        return fsdpc_flat_cast(message, FSDPC_BF16, values, rows->dtype, rows->numel, stream);
+        return fsdpc_flat_cast(message, narrow_of(codec), values, rows->dtype, rows->numel, stream);
     part p;
     FSDPC_TRY(part_begin(codec, rows, &p));
     fsdpc_status status = FSDPC_OK;
@@ -222,7 +238,7 @@ fsdpc_status fsdpc_codec_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
         return FSDPC_OK;
     }
     if (!has_blocks(codec))
-        return fsdpc_flat_cast(values, rows->dtype, message, FSDPC_BF16, rows->numel, stream);
+        return fsdpc_flat_cast(values, rows->dtype, message, narrow_of(codec), rows->numel, stream);
     part p;
     FSDPC_TRY(part_begin(codec, rows, &p));
     fsdpc_status status = FSDPC_OK;
@@ -236,8 +252,9 @@ fsdpc_status fsdpc_codec_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
     return status;
 }
 
-/* Rounds fp32 to bf16 through memory of its own, a part at a time. */
-static fsdpc_status round_bf16(const fsdpc_codec_rows *rows, float *values, fsdpc_stream *stream)
+/* Rounds fp32 to a narrower dtype through memory of its own, a part at a time. */
+static fsdpc_status round_narrow(fsdpc_dtype dtype, const fsdpc_codec_rows *rows, float *values,
+                                 fsdpc_stream *stream)
 {
     size_t most = fsdpc_min_size(PART, rows->numel);
     void *narrow = malloc(most * fsdpc_dtype_bytes(FSDPC_BF16) + 1);
@@ -245,9 +262,9 @@ static fsdpc_status round_bf16(const fsdpc_codec_rows *rows, float *values, fsdp
         narrow ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to encode %zu elements", most);
     for (size_t at = 0, n; status == FSDPC_OK && at < rows->numel; at += n) {
         n = fsdpc_min_size(most, rows->numel - at);
-        status = fsdpc_flat_cast(narrow, FSDPC_BF16, values + at, FSDPC_F32, n, stream);
+        status = fsdpc_flat_cast(narrow, dtype, values + at, FSDPC_F32, n, stream);
         if (status == FSDPC_OK)
-            status = fsdpc_flat_cast(values + at, FSDPC_F32, narrow, FSDPC_BF16, n, stream);
+            status = fsdpc_flat_cast(values + at, FSDPC_F32, narrow, dtype, n, stream);
     }
     free(narrow);
     return status;
@@ -259,7 +276,7 @@ fsdpc_status fsdpc_codec_round(fsdpc_codec codec, const fsdpc_codec_rows *rows, 
     if (!fsdpc_codec_shortens(codec, rows) || rows->numel == 0 || is_null(stream))
         return FSDPC_OK;
     if (!has_blocks(codec))
-        return round_bf16(rows, values, stream);
+        return round_narrow(narrow_of(codec), rows, values, stream);
     part p;
     FSDPC_TRY(part_begin(codec, rows, &p));
     fsdpc_status status = FSDPC_OK;

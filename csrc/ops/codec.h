@@ -1,10 +1,10 @@
 /* Codecs: the forms in which numbers travel between hosts.
  *
  *     exact              as they are
- *     bf16               fp32 numbers, rounded to nearest
+ *     bf16, fp16         fp32 numbers, rounded to nearest
  *     int8, fp8, int4    block codes (block_code.h), whose blocks end with each row
  *
- * A codec changes only numbers that it can shorten: bf16 fp32 ones, block codes those of fp32, bf16
+ * A codec changes only numbers that it can shorten: bf16 and fp16 fp32 ones, block codes those of fp32, bf16
  * and fp16 that have a row. All others travel as they are.
  *
  * A sender first rounds its numbers in place (fsdpc_codec_round) and computes with the result, too.
@@ -25,6 +25,7 @@
 #define FSDPC_CODEC_TABLE(X)                                                                       \
     X(EXACT, "exact")                                                                              \
     X(BF16, "bf16")                                                                                \
+    X(FP16, "fp16")                                                                                \
     X(INT8, "int8")                                                                                \
     X(FP8, "fp8")                                                                                  \
     X(INT4, "int4")

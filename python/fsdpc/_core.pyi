@@ -2246,9 +2246,8 @@ class Unit:
     @property
     def gather_codec(self) -> str:
         """The form in which gathers send parameters to other hosts, or "exact"."""
-    @property
-    def reduce_codec(self) -> str:
-        """The form in which reductions send sums to other hosts, or "exact"."""
+    reduce_codec: str
+    """The form in which reductions send sums to other hosts, or "exact"."""
     @property
     def gather_bytes(self) -> int:
         """Number of bytes that a rank sends to one rank of each other host in a gather."""

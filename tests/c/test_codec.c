@@ -7,8 +7,8 @@
 
 enum { ROW = 320, ROWS = 441, MOST = ROW * ROWS };
 
-static const fsdpc_codec codecs[] = {FSDPC_CODEC_EXACT, FSDPC_CODEC_BF16, FSDPC_CODEC_INT8,
-                                     FSDPC_CODEC_FP8, FSDPC_CODEC_INT4};
+static const fsdpc_codec codecs[] = {FSDPC_CODEC_EXACT, FSDPC_CODEC_BF16, FSDPC_CODEC_FP16,
+                                     FSDPC_CODEC_INT8,  FSDPC_CODEC_FP8,  FSDPC_CODEC_INT4};
 static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
 
 /* Rounds rows together and one by one: the same bits, which a message of any rows keeps. */
@@ -64,7 +64,7 @@ static void test_names(void)
         CHECK(found == codecs[i]);
     }
     CHECK_FAILS(fsdpc_codec_find("int7", &found), FSDPC_ERR_VALUE,
-                "no codec 'int7': choose from exact, bf16, int8, fp8, int4");
+                "no codec 'int7': choose from exact, bf16, fp16, int8, fp8, int4");
 }
 
 int main(void)
@@ -78,6 +78,8 @@ int main(void)
             for (size_t d = 0; d < sizeof dtypes / sizeof *dtypes; d++) {
                 test_round(&r, codecs[c], dtypes[d], ROW);
                 test_round(&r, codecs[c], dtypes[d], 65);
+                test_round(&r, codecs[c], dtypes[d], MOST / 2); /* parts inside rows */
+                test_round(&r, codecs[c], dtypes[d], MOST - 1);
             }
         }
         rig_fini(&r);

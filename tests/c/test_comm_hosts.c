@@ -178,6 +178,87 @@ static void set_apart(rank_context *self)
 
 /* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers; a header
  * alone where another transport moves the bytes, of a graph too. */
+/* ---- Codecs ---- */
+
+enum { CODED_ROW = 96, CODED_ROWS = 3, CODED = CODED_ROW * CODED_ROWS };
+
+/* A number that every codec keeps: the largest level of its block, or 0. */
+static float coded_value(int rank, size_t i)
+{
+    return i % 7 ? 0 : i % 2 ? 3.0f * (float)(rank + 1) : -3.0f * (float)(rank + 1);
+}
+
+static void coded_gather(rank_context *self, fsdpc_codec codec)
+{
+    fsdpc_param_buffer *param_buffer;
+    const size_t numel = CODED;
+    const fsdpc_slice slice = {.numel = numel, .row = CODED_ROW};
+    fsdpc_epoch_note note = {.kind = 1, .bits = FSDPC_EPOCH_CHANGED}, all;
+    EXPECT_OK(self,
+              fsdpc_param_buffer_create(self->comm, 4 * numel * (size_t)self->size, &param_buffer));
+    EXPECT_OK(self, fsdpc_param_buffer_arrive(param_buffer, &note));
+    EXPECT_OK(self, fsdpc_param_buffer_epoch_wait(param_buffer, "block", &all));
+    float *own = (float *)(void *)param_buffer->write + (size_t)self->rank * numel;
+    for (size_t i = 0; i < numel; i++)
+        own[i] = coded_value(self->rank, i);
+    EXPECT_OK(self, fsdpc_param_buffer_copied_in(param_buffer));
+    EXPECT_OK(self, fsdpc_param_buffer_copy_in_wait(param_buffer, "block"));
+    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
+                                                             .what = "block",
+                                                             .dtype = FSDPC_F32,
+                                                             .codec = codec,
+                                                             .epoch = param_buffer->epoch,
+                                                             .param_buffer = param_buffer,
+                                                             .slices = &slice,
+                                                             .n_slices = 1}));
+    const float *found = (const float *)(const void *)param_buffer->read;
+    for (int rank = 0, wrong = 0; rank < self->size; rank++, wrong = 0) {
+        for (size_t i = 0; i < numel; i++)
+            wrong += found[(size_t)rank * numel + i] != coded_value(rank, i);
+        EXPECT(self, wrong == 0, "%s: %d of rank %d", fsdpc_codec_name(codec), wrong, rank);
+    }
+    fsdpc_param_buffer_destroy(param_buffer);
+}
+
+static void coded_sums(rank_context *self, fsdpc_codec codec, fsdpc_coll_kind kind)
+{
+    fsdpc_buffer *buffer;
+    bool all = kind == FSDPC_COLL_REDUCE_ALL;
+    const size_t numel = CODED, whole = all ? numel : numel * (size_t)self->size;
+    const fsdpc_slice slice = {.numel = numel, .row = CODED_ROW};
+    float shard[CODED];
+    EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4 * whole, &buffer));
+    for (size_t i = 0; i < whole; i++)
+        ((float *)(void *)buffer->data)[i] = coded_value(1, i);
+    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = kind,
+                                                             .what = "block",
+                                                             .dtype = FSDPC_F32,
+                                                             .codec = codec,
+                                                             .slices = &slice,
+                                                             .n_slices = 1,
+                                                             .buffer = buffer,
+                                                             .shard = shard,
+                                                             .shard_dtype = FSDPC_F32,
+                                                             .round_dtype = FSDPC_F32,
+                                                             .scale = 1}));
+    int wrong = 0;
+    for (size_t i = 0; i < numel; i++)
+        wrong += shard[i] !=
+                 (float)self->size * coded_value(1, all ? i : (size_t)self->rank * numel + i);
+    EXPECT(self, wrong == 0, "%s: %d sums", fsdpc_codec_name(codec), wrong);
+    EXPECT_OK(self, fsdpc_buffer_idle_wait(buffer, "block"));
+    fsdpc_buffer_destroy(buffer);
+}
+
+static void codecs(rank_context *self)
+{
+    for (int codec = FSDPC_CODEC_EXACT; codec < FSDPC_CODEC_COUNT; codec++) {
+        coded_gather(self, (fsdpc_codec)codec);
+        coded_sums(self, (fsdpc_codec)codec, FSDPC_COLL_REDUCE_SCATTER);
+        coded_sums(self, (fsdpc_codec)codec, FSDPC_COLL_REDUCE_ALL);
+    }
+}
+
 static void counts(rank_context *self)
 {
     enum { N = 5000, HEADER = 112 };
@@ -363,6 +444,7 @@ int main(void)
         hosts_run(shapes[s].hosts, ranks_of_host, epochs, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, held_and_changed, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, set_apart, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, codecs, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, counts, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, operations_differ, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, agreements_differ, &options);

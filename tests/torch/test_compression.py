@@ -8,21 +8,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import fsdpc
 from fsdpc import _core
-from fsdpc.torch import Compression, MixedPrecisionPolicy, fully_shard
+from fsdpc.torch import (
+    Compression,
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    full_grad,
+    fully_shard,
+)
 
+from .common import average_grads
 from .test_hosts import join_again, leave, links
 
-FORMS = ("bf16", "int8", "fp8", "int4")
+FORMS = ("bf16", "fp16", "int8", "fp8", "int4")
 
 
 def rounded(w: torch.Tensor, form: str) -> torch.Tensor:
     """What a matrix's rows are sent as, by the definition."""
-    if form == "bf16":
-        return w.to(torch.bfloat16).to(w.dtype)
+    if form in ("bf16", "fp16"):
+        return w.to(torch.bfloat16 if form == "bf16" else torch.float16).to(w.dtype)
     if w.ndim < 2 or w.shape[1] < 64:
         return w
     codes, scales = _core.encode_blocks(form, fsdpc.tensor(w.detach().float().numpy()), w.shape[1])
@@ -89,7 +99,8 @@ def sent_in_a_step(dtype: Any, **forms: str) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_bytes(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank sends its rows to each other host once, and nothing else changes."""
-    row = {"bf16": 512 * 2, "int8": 512 + 2 * 4, "fp8": 512 + 2 * 4, "int4": 256 + 8 * 4}
+    row = {"bf16": 512 * 2, "fp16": 512 * 2, "int8": 512 + 2 * 4, "fp8": 512 + 2 * 4,
+           "int4": 256 + 8 * 4}  # fmt: skip
     for hosts in (2, 4):
         join_again(hosts, tmp_path, monkeypatch)
         fsdpc.torch._mesh.join()
@@ -123,6 +134,35 @@ def test_codes_in_transit_are_planned(tmp_path: Path, monkeypatch: pytest.Monkey
     peak = fsdpc.memory_stats()["staging_peak_bytes"]
     assert of_a_unit <= peak <= plan.staging <= 3 * (of_a_unit + 128)
     assert plan == fsdpc.memory_plan(model)
+    leave()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_hooks_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    join_again(2, tmp_path, monkeypatch)
+    hooks = (default_hooks.allreduce_hook, default_hooks.bf16_compress_hook,
+             default_hooks.fp16_compress_hook)  # fmt: skip
+    x = torch.randn(4, 320, generator=torch.Generator().manual_seed(dist.get_rank()))
+    plain = build()
+    (plain(x) ** 2).mean().backward()
+    average_grads(plain)
+    for hook, error in zip(hooks, (1e-6, 4e-3, 5e-4), strict=True):
+        for wrap in (DistributedDataParallel, FullyShardedDataParallel):
+            model = wrap(build())
+            model.register_comm_hook(None, hook)
+            (model(x) ** 2).mean().backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                ratio = float((full_grad(p) - q.grad).norm() / q.grad.norm())
+                least = -1 if hook is hooks[0] else error / 10
+                assert least < ratio < error, (hook, wrap, ratio)
+    with pytest.raises(RuntimeError, match="has a root: its modules, buffers and sums"):
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    with pytest.raises(NotImplementedError, match="knows torch's own allreduce_hook, bf16_"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(NotImplementedError, match="over the model's own 2 ranks"):
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        model.register_comm_hook(alone, default_hooks.bf16_compress_hook)
+    model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
     leave()
 
 

@@ -393,7 +393,7 @@ def test_refusals() -> None:
     with pytest.raises(NotImplementedError, match="keep_low_precision_grads"):
         FSDP(build(), mixed_precision=MixedPrecision(keep_low_precision_grads=True))
     ours = FSDP(build())
-    with pytest.raises(NotImplementedError, match="register_comm_hook: gradients are summed"):
+    with pytest.raises(NotImplementedError, match=r"register_comm_hook\(None\): gradients are"):
         ours.register_comm_hook(None, None)
     with pytest.raises(NotImplementedError, match="flat parameters, which do not exist"):
         FSDP.set_state_dict_type(ours, StateDictType.LOCAL_STATE_DICT)

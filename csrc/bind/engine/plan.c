@@ -64,8 +64,8 @@ static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
     if ((options->cast_params && fsdpc_py_dtype_parse(param_dtype, &options->param_dtype) < 0) ||
         (options->cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options->reduce_dtype) < 0) ||
         fsdpc_py_offload_parse(module, offload, &options->offload) < 0 ||
-        fsdpc_py_check(fsdpc_codec_find(gather_codec, &options->codecs.gather)) < 0 ||
-        fsdpc_py_check(fsdpc_codec_find(reduce_codec, &options->codecs.reduce)) < 0)
+        fsdpc_py_check(fsdpc_codec_find(gather_codec, &options->gather_codec)) < 0 ||
+        fsdpc_py_check(fsdpc_codec_find(reduce_codec, &unit->settings.reduce_codec)) < 0)
         return -1;
     fsdpc_param_spec *specs = fsdpc_py_array(PyList_GET_SIZE(list), sizeof *specs);
     unit->specs = specs;

@@ -198,7 +198,7 @@ static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs,
 
 static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, bool band_per_param,
                      PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype,
-                     PyObject *offload, const char *const codecs[2])
+                     PyObject *offload, const char *codec)
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
     if (!runtime)
@@ -212,8 +212,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, boo
                                   .no_alias = runtime->env.no_alias};
     if (fsdpc_py_offload_parse(PyType_GetModule(Py_TYPE(self)), offload, &options.offload) < 0)
         return -1;
-    if (fsdpc_py_check(fsdpc_codec_find(codecs[0], &options.codecs.gather)) < 0 ||
-        fsdpc_py_check(fsdpc_codec_find(codecs[1], &options.codecs.reduce)) < 0)
+    if (fsdpc_py_check(fsdpc_codec_find(codec, &options.gather_codec)) < 0)
         return -1;
     if (!(options.mesh.shard = fsdpc_py_comm_of(comms[0])))
         return -1;
@@ -265,6 +264,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *offload = NULL;
     int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1, band_per_param = 0;
     const char *codecs[] = {"exact", "exact"};
+    fsdpc_codec reduce_codec;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiOpss", keywords, &name,
                                      &PyList_Type, &names, &PyList_Type, &params, &shard,
                                      &replicate, &param_dtype, &reduce_dtype, &output_dtype,
@@ -284,7 +284,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
         init_unit(self, name, names, band_per_param != 0, comms, param_dtype, reduce_dtype, offload,
-                  codecs) < 0) {
+                  codecs[0]) < 0 ||
+        fsdpc_py_check(fsdpc_codec_find(codecs[1], &reduce_codec)) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -294,9 +295,13 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     settings.n_modules = n_modules;
     settings.keep_grads = keep_grads != 0;
     settings.deterministic = deterministic != 0;
+    settings.reduce_codec = reduce_codec;
     if (self->explicit_reshard)
         settings.reshard_after_forward = PyObject_IsTrue(reshard) == 1;
-    (void)fsdpc_unit_configure(self->ref->unit, &settings); /* nothing is fixed yet */
+    if (fsdpc_py_check(fsdpc_unit_configure(self->ref->unit, &settings)) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
     return (PyObject *)self;
 }
 

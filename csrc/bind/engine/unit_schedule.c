@@ -9,8 +9,6 @@
 
 #include <stddef.h>
 
-#include "engine/gather.h"
-
 static fsdpc_unit *unit_of(PyObject *object)
 {
     return ((fsdpc_py_unit *)object)->ref->unit;
@@ -218,11 +216,21 @@ FSDPC_PY_GETTER(get_param_dtype, get_policy_dtype(object, false))
 FSDPC_PY_GETTER(get_reduce_dtype, get_policy_dtype(object, true))
 
 FSDPC_PY_GETTER(get_gather_codec,
-                PyUnicode_FromString(fsdpc_codec_name(fsdpc_unit_codecs(unit_of(object)).gather)))
+                PyUnicode_FromString(fsdpc_codec_name(fsdpc_unit_gather_codec(unit_of(object)))))
 
-FSDPC_PY_GETTER(get_reduce_codec,
-                PyUnicode_FromString(fsdpc_codec_name(fsdpc_unit_codecs(unit_of(object)).reduce)))
-FSDPC_PY_GETTER(get_gather_bytes, PyLong_FromSize_t(fsdpc_gather_bytes(unit_of(object))))
+FSDPC_PY_GETTER(get_reduce_codec, PyUnicode_FromString(fsdpc_codec_name(
+                                      fsdpc_unit_settings_of(unit_of(object))->reduce_codec)))
+
+static int set_reduce_codec(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
+{
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
+    const char *name = truth(value) < 0 ? NULL : PyUnicode_AsUTF8(value);
+    if (!name || fsdpc_py_check(fsdpc_codec_find(name, &settings.reduce_codec)) < 0)
+        return -1;
+    return configure(object, &settings);
+}
+
+FSDPC_PY_GETTER(get_gather_bytes, PyLong_FromSize_t(fsdpc_unit_gather_bytes(unit_of(object))))
 
 static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
 {
@@ -299,7 +307,7 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FSDPC_PY_ATTRIBUTE(Unit, param_dtype, get_param_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, reduce_dtype, get_reduce_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, gather_codec, get_gather_codec, NULL),
-    FSDPC_PY_ATTRIBUTE(Unit, reduce_codec, get_reduce_codec, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, reduce_codec, get_reduce_codec, set_reduce_codec),
     FSDPC_PY_ATTRIBUTE(Unit, gather_bytes, get_gather_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, comms, get_comms, NULL),

@@ -41,8 +41,8 @@ FIXED = ("model", "preset", "lora", "lora_alpha", "lora_targets", "quantize",
 KEPT = (
     *FIXED, "steps", "lr", "betas", "weight_decay", "clip", "schedule", "warmup", "decay",
     "min_lr_ratio", "ema", "batch", "accumulate", "dtype", "reduce_dtype", "state_dtype",
-    "tile_tokens", "deterministic", "stabilize", "data", "tokenizer", "vocab", "separate_documents",
-    "init_from",
+    "compress", "tile_tokens", "deterministic", "stabilize", "data", "tokenizer", "vocab",
+    "separate_documents", "init_from",
 )  # fmt: skip
 
 _EPILOG = """\

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 #: The engine's forms of numbers between hosts, besides "exact".
-FORMS = ("bf16", "int8", "fp8", "int4")
+FORMS = ("bf16", "fp16", "int8", "fp8", "int4")
 FIELDS = ("gather", "reduce")
 
 
@@ -16,11 +16,11 @@ class Compression:
 
     Parameters
     ----------
-    gather : {"bf16", "int8", "fp8", "int4"}, optional
-        The form in which gathers send parameters. "bf16" rounds float32 parameters. The others
+    gather : {"bf16", "fp16", "int8", "fp8", "int4"}, optional
+        The form in which gathers send parameters. "bf16" and "fp16" round float32 ones. The others
         keep a scale for each block of 256 elements of a row ("int4": 64), and 1 byte per element
         (half a byte); "fp8" is e4m3.
-    reduce : {"bf16", "int8", "fp8", "int4"}, optional
+    reduce : {"bf16", "fp16", "int8", "fp8", "int4"}, optional
         The form in which reductions send a host's sums of gradients, whose blocks may cross rows.
 
     Raises
@@ -33,7 +33,7 @@ class Compression:
     Gathers: every rank computes with what the form can express, its owner too, so results do not
     depend on the number of ranks or hosts, and a model on one host computes the same as on several.
     Masters, optimizer states and checkpoints stay exact. Parameters of one dimension, matrices with
-    rows shorter than 64, and float64 stay exact in all forms but "bf16", as do larger arrays whose
+    rows shorter than 64, and float64 stay exact in all forms with blocks, as do larger arrays whose
     rows are not multiples of 256.
 
     Reductions: the ranks of a host sum exactly. The sums are encoded once, and their receiver adds

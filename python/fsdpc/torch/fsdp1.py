@@ -7,11 +7,13 @@ previous class. Parameter names therefore do not change, and nested calls need n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdpc.sharding.fsdp_module import plain_class
@@ -21,11 +23,16 @@ from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
 from fsdpc.torch._mesh import join
 from fsdpc.torch._module import FSDPModule, fully_shard
+from fsdpc.torch._unit import states_of
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import StateDictSettings
+
+
+#: Forms of sums between hosts, by the names of torch's hooks.
+_FORMS = {"allreduce_hook": "exact", "bf16_compress_hook": "bf16", "fp16_compress_hook": "fp16"}
 
 
 class FullyShardedDataParallel(FSDPModule):
@@ -142,10 +149,26 @@ class FullyShardedDataParallel(FSDPModule):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise an error, because the engine's reductions provide no tensor to pass to a hook."""
-        raise NotImplementedError(
-            "register_comm_hook: gradients are summed inside the engine; read .grad after backward"
-        )
+        """Accept torch's own hooks that only choose a dtype: ``Compression(reduce=...)``.
+
+        ``bf16_compress_hook`` and ``fp16_compress_hook`` apply to what leaves a host; ranks of a
+        host sum exactly. ``state`` is None or a process group as large as the model's. Call it
+        before the first forward.
+        """
+        ranks = math.prod(self._fsdpc_unit.mesh_shape)
+        if state is not None and dist.get_world_size(state) != ranks:
+            raise NotImplementedError(
+                f"register_comm_hook({state!r}): gradients are summed over the model's own "
+                f"{ranks} ranks"
+            )
+        form = _FORMS.get(getattr(hook, "__name__", ""))
+        if form is None or not str(hook.__module__).startswith("torch.distributed.algorithms"):
+            raise NotImplementedError(
+                f"register_comm_hook({hook!r}): gradients are summed inside the engine, which "
+                f"knows torch's own {', '.join(_FORMS)}; read .grad after backward"
+            )
+        for each in states_of(self):  # type: ignore[arg-type]
+            each.unit.reduce_codec = form
 
     def check_is_root(self) -> bool:
         """Return whether this unit is the outermost, which is known after the first forward."""
