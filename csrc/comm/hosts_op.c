@@ -435,7 +435,8 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
 
 static void end_op(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_status status)
 {
-    if (op->work->op.kind == FSDPC_COLL_GATHER && op->work->op.codec != FSDPC_CODEC_EXACT) {
+    bool coded = op->work->op.kind == FSDPC_COLL_GATHER && op->work->op.codec != FSDPC_CODEC_EXACT;
+    if (coded && status == FSDPC_OK) { /* otherwise, a transport may still use the memory */
         fsdpc_hosts_staging_free(self, &op->here);
         fsdpc_hosts_staging_free(self, &op->there);
     }
