@@ -205,13 +205,3 @@ fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
     }
     return FSDPC_OK;
 }
-
-size_t fsdpc_coll_gather_bytes(fsdpc_codec codec, fsdpc_dtype dtype, const fsdpc_slice *slices,
-                               size_t n_slices)
-{
-    size_t bytes = 0;
-    for (size_t i = 0; i < n_slices; i++)
-        bytes +=
-            fsdpc_codec_bytes(codec, &(fsdpc_codec_rows){dtype, slices[i].row, slices[i].numel});
-    return bytes;
-}

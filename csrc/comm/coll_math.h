@@ -25,9 +25,17 @@ fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *sli
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream);
 
-/* Returns how many bytes of these slices a rank sends to another host in a gather with a codec. */
-size_t fsdpc_coll_gather_bytes(fsdpc_codec codec, fsdpc_dtype dtype, const fsdpc_slice *slices,
-                               size_t n_slices);
+/* Returns how many bytes of these slices a rank sends to another host in a gather with a codec.
+ * (Inline, as plugins compile coll_math.c in, and no codecs.) */
+static inline size_t fsdpc_coll_gather_bytes(fsdpc_codec codec, fsdpc_dtype dtype,
+                                             const fsdpc_slice *slices, size_t n_slices)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < n_slices; i++)
+        bytes +=
+            fsdpc_codec_bytes(codec, &(fsdpc_codec_rows){dtype, slices[i].row, slices[i].numel});
+    return bytes;
+}
 
 /* Returns the number of bytes that one peer's contribution to a shard of this length occupies, if
  * contributions are received before they are summed. */
