@@ -104,6 +104,15 @@ def workload(name: str) -> tuple[Any, list[Any], Callable[[Any], Any], str]:
     return model, units, loss, dtype
 
 
+def ways(strategy: str) -> dict[str, Any]:
+    """Our options for what follows an engine's colon: a strategy, a compression or nothing."""
+    import fsdpc
+
+    if "=" in strategy:
+        return {"compression": fsdpc.Compression.parse(strategy)}
+    return {"strategy": strategy or None}
+
+
 def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) -> Any:
     """Hand the model to an engine; an empty strategy is the engine's own."""
     import torch
@@ -111,14 +120,11 @@ def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) 
     low = torch.bfloat16 if dtype == "bf16" else None
     options: dict[str, Any] = {}
     if engine in OURS:
-        from fsdpc.torch import Compression, MixedPrecisionPolicy, fully_shard, use_kernels
+        from fsdpc.torch import MixedPrecisionPolicy, fully_shard, use_kernels
 
         if engine == "fsdpc-kernels":
             use_kernels(model)
-        if "=" in strategy:
-            options["compression"] = Compression.parse(strategy)
-        else:
-            options["strategy"] = strategy or None
+        options = ways(strategy)
     elif engine == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -199,10 +205,7 @@ def native_step(engine: str, strategy: str, name: str) -> Callable[[], None]:
     elif engine == "native-alone":
         fsdpc.init(0, 1)
     _, preset, dtype = name.split("-")
-    if "=" in strategy:
-        compression = fsdpc.Compression.parse(strategy)
-        return bench_llama.fsdpc_step(preset, dtype, compression=compression)
-    return bench_llama.fsdpc_step(preset, dtype, strategy=strategy or None)
+    return bench_llama.fsdpc_step(preset, dtype, **ways(strategy))
 
 
 def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:

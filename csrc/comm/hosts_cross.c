@@ -125,6 +125,13 @@ fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int
                                    &op->ops[op->n_ops++]);
 }
 
+fsdpc_status fsdpc_hosts_exchange(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
+                                  void *to, const void *from, size_t bytes)
+{
+    FSDPC_TRY(fsdpc_hosts_receive(self, op, host, part, to, bytes));
+    return fsdpc_hosts_send(self, op, host, part, from, bytes);
+}
+
 fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
@@ -141,8 +148,7 @@ fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     for (int h = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 0, &op->theirs[h], sizeof op->theirs[h]));
-        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 0, &op->mine, sizeof op->mine));
+        FSDPC_TRY(fsdpc_hosts_exchange(self, op, h, 0, &op->theirs[h], &op->mine, sizeof op->mine));
     }
     return FSDPC_OK;
 }

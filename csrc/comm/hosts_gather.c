@@ -48,7 +48,7 @@ static fsdpc_status cross_messages(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     fsdpc_mem_kind kind = coll->codec == FSDPC_CODEC_EXACT ? FSDPC_MEM_OTHER : FSDPC_MEM_STAGING;
-    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
+    fsdpc_stream stream = fsdpc_hosts_stream(self);
     size_t n = coll->n_slices, at = 0, peers = (size_t)(self->n_hosts - 1);
     size_t bytes = fsdpc_coll_gather_bytes(coll->codec, coll->dtype, coll->slices, n);
     FSDPC_TRY(fsdpc_hosts_staging_for(self, kind, &op->here, bytes));
@@ -64,8 +64,7 @@ static fsdpc_status cross_messages(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     for (int h = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, op->there.data + at, bytes));
-        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data, bytes));
+        FSDPC_TRY(fsdpc_hosts_exchange(self, op, h, 1, op->there.data + at, op->here.data, bytes));
         at += bytes;
     }
     return FSDPC_OK;
@@ -100,7 +99,7 @@ fsdpc_status fsdpc_hosts_place_rows(const fsdpc_hosts_comm *self, const fsdpc_ho
 {
     const fsdpc_coll *coll = &op->work->op;
     const unsigned char *from = op->there.data;
-    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
+    fsdpc_stream stream = fsdpc_hosts_stream(self);
     size_t n = coll->n_slices;
     for (size_t i = 0; uses_messages(self, coll) && i < n * (size_t)self->n_hosts; i++) {
         fsdpc_codec_rows coded = coded_rows(coll, i % n);

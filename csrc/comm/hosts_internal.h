@@ -126,6 +126,12 @@ static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
     return (fsdpc_hosts_comm *)comm;
 }
 
+/* Returns the stream of a rank's own arithmetic: inline, or the threads of the device. */
+static inline fsdpc_stream fsdpc_hosts_stream(const fsdpc_hosts_comm *self)
+{
+    return (fsdpc_stream){.device = self->base.device, .name = "hosts"};
+}
+
 /* ---- hosts_cross.c ---- */
 
 /* Returns the number of header messages at the start of every operation. */
@@ -142,6 +148,9 @@ fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int ho
                               const void *data, size_t bytes);
 fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
                                  void *data, size_t bytes);
+/* Posts both messages with a host, of equal length, for this part. */
+fsdpc_status fsdpc_hosts_exchange(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
+                                  void *to, const void *from, size_t bytes);
 /* Returns FSDPC_IN_PROGRESS until everything has been sent and received; fails if headers
  * differ. */
 fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);

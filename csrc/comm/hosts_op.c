@@ -147,54 +147,59 @@ static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     return fsdpc_comm_post(self->host, &sums, &op->host);
 }
 
-/* Posts the exchange of `numel` sums with a host, the `peer`th of the others. With a codec, messages
- * are in the operation's memory for codes, received ones first. In a REDUCE_ALL, all peers get the
- * same. */
-static fsdpc_status exchange_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, size_t peer,
-                                  size_t numel, unsigned char *to, const unsigned char *from)
+static bool is_coded(const fsdpc_coll *coll)
 {
-    const fsdpc_coll *coll = &op->work->op;
-    size_t bytes = numel * fsdpc_dtype_bytes(wide(coll->dtype));
-    if (coll->codec != FSDPC_CODEC_EXACT) {
-        fsdpc_codec_rows rows = rows_of_sums(coll->dtype, numel);
-        fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
-        bytes = fsdpc_codec_bytes(coll->codec, &rows);
-        size_t others = (size_t)self->n_hosts - 1;
-        bool same = coll->kind == FSDPC_COLL_REDUCE_ALL;
-        unsigned char *codes = op->codes.data + (others + (same ? 0 : peer)) * bytes;
-        if (!same || peer == 0)
-            FSDPC_TRY(fsdpc_codec_encode(coll->codec, &rows, from, codes, &stream));
-        from = codes;
-        to = op->codes.data + peer * bytes;
-    }
-    FSDPC_TRY(fsdpc_hosts_receive(self, op, host, 1, to, bytes));
-    return fsdpc_hosts_send(self, op, host, 1, from, bytes);
+    return coll->codec != FSDPC_CODEC_EXACT;
 }
 
-/* Decodes what the `peer`th of the other hosts sent; does nothing without a codec. */
-static fsdpc_status decode_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, size_t peer,
-                                size_t numel, unsigned char *to)
+/* Returns the memory of a message of `numel` encoded sums: the first are received, by peer, and the
+ * others are to be sent. */
+static unsigned char *message_at(const fsdpc_hosts_op *op, size_t i, size_t numel)
+{
+    return op->codes.data + i * code_bytes(op->work->op.codec, op->work->op.dtype, numel);
+}
+
+/* Encodes sums into the `i`th message that is to be sent, and returns its address. */
+static fsdpc_status encode_sums(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op, size_t i,
+                                size_t numel, const unsigned char *from, unsigned char **out)
 {
     const fsdpc_coll *coll = &op->work->op;
     fsdpc_codec_rows rows = rows_of_sums(coll->dtype, numel);
-    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
-    if (coll->codec == FSDPC_CODEC_EXACT)
-        return FSDPC_OK;
-    size_t bytes = fsdpc_codec_bytes(coll->codec, &rows);
-    return fsdpc_codec_decode(coll->codec, &rows, op->codes.data + peer * bytes, to, &stream);
+    fsdpc_stream stream = fsdpc_hosts_stream(self);
+    *out = message_at(op, (size_t)self->n_hosts - 1 + i, numel);
+    return fsdpc_codec_encode(coll->codec, &rows, from, *out, &stream);
+}
+
+static fsdpc_status decode_sums(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op,
+                                const unsigned char *message, size_t numel, unsigned char *to)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    fsdpc_codec_rows rows = rows_of_sums(coll->dtype, numel);
+    fsdpc_stream stream = fsdpc_hosts_stream(self);
+    return fsdpc_codec_decode(coll->codec, &rows, message, to, &stream);
+}
+
+/* Returns the size of a message with `numel` sums. */
+static size_t message_bytes(const fsdpc_coll *coll, size_t numel)
+{
+    return is_coded(coll) ? code_bytes(coll->codec, coll->dtype, numel)
+                          : numel * fsdpc_dtype_bytes(wide(coll->dtype));
 }
 
 static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     size_t numel = sums_numel(coll), bytes = numel * fsdpc_dtype_bytes(wide(coll->dtype));
-    unsigned char *to = op->there.data;
     for (int h = 0, peer = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        FSDPC_TRY(exchange_sums(self, op, h, (size_t)peer++, numel, to,
-                                op->here.data + (size_t)h * bytes));
-        to += bytes;
+        size_t i = (size_t)peer++;
+        unsigned char *to = op->there.data + i * bytes, *from = op->here.data + (size_t)h * bytes;
+        if (is_coded(coll)) {
+            FSDPC_TRY(encode_sums(self, op, i, numel, from, &from));
+            to = message_at(op, i, numel);
+        }
+        FSDPC_TRY(fsdpc_hosts_exchange(self, op, h, 1, to, from, message_bytes(coll, numel)));
     }
     return FSDPC_OK;
 }
@@ -219,16 +224,19 @@ static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     lane_part part = part_of(self, coll);
-    fsdpc_codec_rows rows = rows_of_sums(coll->dtype, part.numel);
-    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
     unsigned char *own = op->here.data + part.first * fsdpc_dtype_bytes(wide(coll->dtype));
-    /* Every host adds what all hosts get from this one. */
-    FSDPC_TRY(fsdpc_codec_round(coll->codec, &rows, own, &stream));
+    unsigned char *from = own;
+    if (is_coded(coll)) { /* every host adds what all hosts get from this one */
+        FSDPC_TRY(encode_sums(self, op, 0, part.numel, own, &from));
+        FSDPC_TRY(decode_sums(self, op, from, part.numel, own));
+    }
     for (int h = 0, peer = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        FSDPC_TRY(exchange_sums(self, op, h, (size_t)peer++, part.numel,
-                                op->there.data + (size_t)h * part.bytes, own));
+        size_t i = (size_t)peer++;
+        unsigned char *to = is_coded(coll) ? message_at(op, i, part.numel)
+                                           : op->there.data + (size_t)h * part.bytes;
+        FSDPC_TRY(fsdpc_hosts_exchange(self, op, h, 1, to, from, message_bytes(coll, part.numel)));
     }
     return FSDPC_OK;
 }
@@ -238,7 +246,7 @@ static fsdpc_status add_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
                              const unsigned char *const *sums, int n_sums)
 {
     fsdpc_coll last = op->work->op;
-    fsdpc_stream inline_stream = {.device = self->base.device, .name = "hosts"};
+    fsdpc_stream inline_stream = fsdpc_hosts_stream(self);
     fsdpc_stream *stream = last.stream && !last.stream->async ? last.stream : &inline_stream;
     const void *srcs[FSDPC_COLL_MAX_RANKS];
     size_t element = fsdpc_dtype_bytes(wide(last.dtype)), at = 0;
@@ -264,7 +272,10 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         if (h == self->this_host)
             continue;
         unsigned char *theirs = op->there.data + (size_t)came * bytes;
-        FSDPC_TRY(decode_sums(self, op, (size_t)came++, sums_numel(coll), theirs));
+        if (is_coded(coll))
+            FSDPC_TRY(decode_sums(self, op, message_at(op, (size_t)came, sums_numel(coll)),
+                                  sums_numel(coll), theirs));
+        came++;
         sums[h] = theirs;
     }
     return add_sums(self, op, sums, self->n_hosts);
@@ -280,7 +291,7 @@ static unsigned char *sum_of_part(const fsdpc_hosts_comm *self, const fsdpc_host
 static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     fsdpc_dtype dtype = wide(op->work->op.dtype);
-    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
+    fsdpc_stream stream = fsdpc_hosts_stream(self);
     lane_part part = part_of(self, &op->work->op);
     const void *srcs[FSDPC_COLL_MAX_RANKS];
     for (int h = 0, came = 0; h < self->n_hosts; h++) {
@@ -288,7 +299,10 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         if (h == self->this_host)
             continue;
         unsigned char *theirs = op->there.data + (size_t)h * part.bytes;
-        FSDPC_TRY(decode_sums(self, op, (size_t)came++, part.numel, theirs));
+        if (is_coded(&op->work->op))
+            FSDPC_TRY(decode_sums(self, op, message_at(op, (size_t)came, part.numel), part.numel,
+                                  theirs));
+        came++;
         srcs[h] = theirs;
     }
     return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
@@ -435,7 +449,7 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
 
 static void end_op(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_status status)
 {
-    bool coded = op->work->op.kind == FSDPC_COLL_GATHER && op->work->op.codec != FSDPC_CODEC_EXACT;
+    bool coded = op->work->op.kind == FSDPC_COLL_GATHER && is_coded(&op->work->op);
     if (coded && status == FSDPC_OK) { /* otherwise, a transport may still use the memory */
         fsdpc_hosts_staging_free(self, &op->here);
         fsdpc_hosts_staging_free(self, &op->there);

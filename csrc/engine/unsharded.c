@@ -96,7 +96,8 @@ fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out)
 fsdpc_status fsdpc_unsharded_round(const fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    for (int g = 0; g < unit->layout->n_groups; g++) {
+    bool rounds = unit->gather_codec != FSDPC_CODEC_EXACT;
+    for (int g = 0; rounds && g < unit->layout->n_groups; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];

@@ -82,7 +82,7 @@ static inline size_t fsdpc_code_blocks_of(fsdpc_code code, size_t numel, size_t 
 /* The same for codes of states. */
 static inline size_t fsdpc_code_blocks(size_t numel, size_t row)
 {
-    return numel / row * ((row + FSDPC_CODE_BLOCK - 1) / FSDPC_CODE_BLOCK);
+    return fsdpc_code_blocks_of(FSDPC_CODE_ROOT8, numel, row);
 }
 
 #endif

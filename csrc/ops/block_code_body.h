@@ -6,6 +6,12 @@
 
 enum { CODE_1 = 0x3f800000 }; /* bits of 1.0f */
 
+/* Returns whether levels are roots of values, as of states; others are proportional to them. */
+FSDPC_INLINE bool code_has_roots(fsdpc_code code)
+{
+    return code == FSDPC_CODE_ROOT8 || code == FSDPC_CODE_UROOT8;
+}
+
 FSDPC_INLINE float code_levels(fsdpc_code code)
 {
     return code == FSDPC_CODE_ROOT8 ? 127.0f : 255.0f;
@@ -106,7 +112,7 @@ FSDPC_INLINE void code_encode_linear(fsdpc_code code, uint8_t *codes, fsdpc_vf v
 /* Returns the values of n codes. Shifting the bits of a root that is at most 1 drops its sign. */
 FSDPC_INLINE fsdpc_vf code_decode(fsdpc_code code, const uint8_t *codes, float maximum, size_t n)
 {
-    if (code != FSDPC_CODE_ROOT8 && code != FSDPC_CODE_UROOT8)
+    if (!code_has_roots(code))
         return code_decode_linear(code, codes, maximum, n);
     fsdpc_vi q = code_load(code, codes, n);
     fsdpc_vf root = __builtin_convertvector(q, fsdpc_vf) * (1 / code_levels(code));
@@ -121,7 +127,7 @@ FSDPC_INLINE fsdpc_vf code_decode(fsdpc_code code, const uint8_t *codes, float m
 FSDPC_INLINE void code_encode(fsdpc_code code, uint8_t *codes, fsdpc_vf value, float inverse,
                               size_t n)
 {
-    if (code != FSDPC_CODE_ROOT8 && code != FSDPC_CODE_UROOT8) {
+    if (!code_has_roots(code)) {
         code_encode_linear(code, codes, value, inverse, n);
         return;
     }
@@ -166,7 +172,7 @@ FSDPC_INLINE float code_maximum(fsdpc_vi most)
 FSDPC_INLINE float code_scale(fsdpc_code code, float maximum)
 {
     uint32_t bits = fsdpc_f32_bits(maximum), up = (bits + 0xff) & ~0xffu;
-    if (code == FSDPC_CODE_ROOT8 || code == FSDPC_CODE_UROOT8 || bits >= 0x7f800000u)
+    if (code_has_roots(code) || bits >= 0x7f800000u)
         return maximum;
     return fsdpc_f32_from_bits(up >= 0x7f800000u ? bits & ~0xffu : up);
 }
@@ -175,10 +181,9 @@ FSDPC_INLINE float code_scale(fsdpc_code code, float maximum)
 FSDPC_INLINE void code_block(fsdpc_code code, uint8_t *codes, const float *values, float scale,
                              size_t n)
 {
-    bool roots = code == FSDPC_CODE_ROOT8 || code == FSDPC_CODE_UROOT8;
     /* 448 / scale might overflow. */
     float top = code == FSDPC_CODE_FP8 ? code_top(code) * code_shrink(code) : code_top(code);
-    float inverse = scale == 0 ? 0 : (roots ? 1 : top) / scale;
+    float inverse = scale == 0 ? 0 : (code_has_roots(code) ? 1 : top) / scale;
     size_t i = 0;
     for (; i + FSDPC_LANES <= n; i += FSDPC_LANES)
         code_encode(code, codes + i, fsdpc_vf_load(values + i), inverse, FSDPC_LANES);

@@ -1,5 +1,5 @@
-/* Rows are processed in parts, some 64 Ki elements each, so that a part's fp32 numbers
- * and codes stay in a cache between the passes over them.
+/* Rows are processed in parts of some 64 Ki elements, so that a part's fp32 numbers and codes stay in
+ * a cache between the passes over them.
  */
 #include "ops/codec.h"
 

@@ -220,6 +220,24 @@ static void coded_gather(rank_context *self, fsdpc_codec codec)
     fsdpc_param_buffer_destroy(param_buffer);
 }
 
+/* Sums a buffer of `dtype` into an fp32 shard. */
+static fsdpc_status reduce_f32(rank_context *self, fsdpc_coll_kind kind, fsdpc_dtype dtype,
+                               fsdpc_codec codec, const fsdpc_slice *slice, fsdpc_buffer *buffer,
+                               float *shard)
+{
+    return fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = kind,
+                                                    .what = "grads",
+                                                    .dtype = dtype,
+                                                    .codec = codec,
+                                                    .slices = slice,
+                                                    .n_slices = 1,
+                                                    .buffer = buffer,
+                                                    .shard = shard,
+                                                    .shard_dtype = FSDPC_F32,
+                                                    .round_dtype = FSDPC_F32,
+                                                    .scale = 1});
+}
+
 static void coded_sums(rank_context *self, fsdpc_codec codec, fsdpc_coll_kind kind)
 {
     fsdpc_buffer *buffer;
@@ -230,17 +248,7 @@ static void coded_sums(rank_context *self, fsdpc_codec codec, fsdpc_coll_kind ki
     EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4 * whole, &buffer));
     for (size_t i = 0; i < whole; i++)
         ((float *)(void *)buffer->data)[i] = coded_value(1, i);
-    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = kind,
-                                                             .what = "block",
-                                                             .dtype = FSDPC_F32,
-                                                             .codec = codec,
-                                                             .slices = &slice,
-                                                             .n_slices = 1,
-                                                             .buffer = buffer,
-                                                             .shard = shard,
-                                                             .shard_dtype = FSDPC_F32,
-                                                             .round_dtype = FSDPC_F32,
-                                                             .scale = 1}));
+    EXPECT_OK(self, reduce_f32(self, kind, FSDPC_F32, codec, &slice, buffer, shard));
     int wrong = 0;
     for (size_t i = 0; i < numel; i++)
         wrong += shard[i] !=
@@ -269,16 +277,8 @@ static void counts(rank_context *self)
     EXPECT_OK(self, fsdpc_buffer_create(self->comm, (size_t)(2 * N * self->size), &buffer));
     memset(buffer->data, 0, (size_t)(2 * N * self->size));
     uint64_t before = sent_of(self);
-    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_REDUCE_SCATTER,
-                                                             .what = "grads",
-                                                             .dtype = FSDPC_BF16,
-                                                             .slices = &slice,
-                                                             .n_slices = 1,
-                                                             .buffer = buffer,
-                                                             .shard = shard,
-                                                             .shard_dtype = FSDPC_F32,
-                                                             .round_dtype = FSDPC_F32,
-                                                             .scale = 1}));
+    EXPECT_OK(self, reduce_f32(self, FSDPC_COLL_REDUCE_SCATTER, FSDPC_BF16, FSDPC_CODEC_EXACT,
+                               &slice, buffer, shard));
     uint64_t sent = sent_of(self) - before, want = (uint64_t)(hosts - 1) * (N * 4 + HEADER);
     EXPECT(self, sent == want, "%llu bytes, want %llu", (unsigned long long)sent,
            (unsigned long long)want);

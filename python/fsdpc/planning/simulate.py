@@ -64,7 +64,7 @@ class SimulateOptions:
     offload_policy : OffloadPolicy, optional
         The arrays to keep on a disk, as in :func:`fsdpc.fully_shard`; the folder is not used.
     compression : Compression, optional
-        How parameters travel between hosts.
+        How parameters and gradients travel between hosts.
     disk_bandwidth : float, default infinite
         Bytes per second that a rank reads and writes in total while all ranks use the disk. The
         slower of disk and memory determines how long the optimizer's pass takes.

@@ -69,7 +69,7 @@ def fully_shard(
     offload_policy : OffloadPolicy, optional
         The arrays to keep on a disk; none by default.
     compression : Compression, optional
-        How parameters travel between hosts; as they are by default.
+        How parameters and gradients travel between hosts; as they are by default.
     plan : WrapPolicy or mapping of str to dict, optional
         Submodules to shard first: a policy from :mod:`fsdpc.wrap`, or dotted name patterns with
         options (``{"layers.*": {}}``). All other options also apply to these submodules.

@@ -45,10 +45,9 @@ backend.register()
 
 __all__ = [
     "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "Compression", "DistributedDataParallel",
-    "EMA",
-    "FSDPModule", "FullOptimStateDictConfig", "FullStateDictConfig", "FullyShardedDataParallel",
-    "KernelLinear", "MixedPrecision", "MixedPrecisionPolicy", "OffloadPolicy",
-    "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",
+    "EMA", "FSDPModule", "FullOptimStateDictConfig", "FullStateDictConfig",
+    "FullyShardedDataParallel", "KernelLinear", "MixedPrecision", "MixedPrecisionPolicy",
+    "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
     "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
     "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "install",

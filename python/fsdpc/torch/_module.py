@@ -305,7 +305,7 @@ def fully_shard(
         Which arrays to keep on a disk or, with a GPU, in host memory: ``CPUOffloadPolicy()`` puts
         masters, gradients and optimizer states there. On CPUs, they always are.
     compression : Compression, optional
-        How parameters travel between hosts; as they are by default.
+        How parameters and gradients travel between hosts; as they are by default.
     ignored_params : iterable of nn.Parameter, optional
         Parameters that are neither sharded nor reduced. Frozen ones of dtypes other than float32,
         bfloat16, float16 and float64 are also not sharded, but their values must be equal.
