@@ -156,9 +156,9 @@ typedef struct fsdpc_coll {
     size_t n_slices;
     fsdpc_param_buffer *param_buffer; /* GATHER */
     fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, unsharded gradients at byte `offset` */
-    size_t offset;        /* bytes into the parameter buffer or reduce buffer where the unsharded
-                             parameters begin */
-    fsdpc_codec codec;  /* between hosts: of a GATHER's slices, which it has rounded, or of sums */
+    size_t offset;        /* bytes before the unsharded parameters in either buffer */
+    fsdpc_codec codec; /* between hosts: of a GATHER's slices, which it has rounded, or of sums */
+    const fsdpc_codec_error *error; /* REDUCE_*: of this rank's messages in turn; borrowed */
     bool after_copy_in; /* GATHER: ends when all ranks have posted, since they write until then */
     uint32_t trains;    /* hash of the caller's trainable parameters, or 0; only compared */
     bool same_filling;  /* REDUCE_*: the buffer has already been posted since it was filled */

@@ -23,6 +23,11 @@ fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
 size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, fsdpc_codec codec,
                                       size_t buffer_bytes, int hosts, int local_size);
 
+/* Returns the length of the residual of a rank's messages (ops/codec.h) in a reduction of slices of
+ * `numel` elements; 0 on one host. */
+size_t fsdpc_comm_hosts_residual_numel(fsdpc_coll_kind kind, size_t numel, int hosts,
+                                       int local_size);
+
 /* Bytes per message from a local rank to its peer on every other host. */
 typedef struct fsdpc_hosts_messages {
     size_t note;   /* in every epoch */

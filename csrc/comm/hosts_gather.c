@@ -57,7 +57,7 @@ static fsdpc_status cross_messages(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         fsdpc_codec_rows coded = coded_rows(coll, i);
         FSDPC_TRY(fsdpc_codec_encode(coll->codec, &coded,
                                      op->rows[(size_t)self->this_host * n + i].data,
-                                     op->here.data + at, &stream));
+                                     op->here.data + at, NULL, &stream));
         at += fsdpc_codec_bytes(coll->codec, &coded);
     }
     at = 0;

@@ -19,6 +19,7 @@
  * Codecs. A host's exact sums are encoded once, as they leave. Their receivers add what they decode
  * in fp32, so no sum is ever encoded twice. In a REDUCE_ALL, all hosts must get the same result: each
  * host adds its own sums as the others decode them. A NaN or an infinity stays one in every codec.
+ * What a message leaves out may be kept, and added to the next message to the same host.
  *
  * Order. All ranks of a communicator post in the same order. An operation's first phase is posted
  * together with the operation. Later phases wait for messages, which may arrive in any order.
@@ -114,6 +115,15 @@ fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fs
                                        .codes = code_bytes(codec, dtype, part) * hosts};
 }
 
+size_t fsdpc_comm_hosts_residual_numel(fsdpc_coll_kind kind, size_t numel, int n_hosts,
+                                       int local_size)
+{
+    if (n_hosts == 1)
+        return 0;
+    return kind == FSDPC_COLL_REDUCE_SCATTER ? numel * (size_t)(n_hosts - 1)
+                                             : fsdpc_ceil_div(numel, (size_t)local_size);
+}
+
 /* Allocates enough memory for any reduction of the buffer in this dtype, so that the size depends
  * only on the buffer. */
 static fsdpc_status take_staging(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
@@ -159,6 +169,15 @@ static unsigned char *message_at(const fsdpc_hosts_op *op, size_t i, size_t nume
     return op->codes.data + i * code_bytes(op->work->op.codec, op->work->op.dtype, numel);
 }
 
+/* Returns what the `i`th message to be sent leaves out. */
+static fsdpc_codec_error error_of(const fsdpc_coll *coll, size_t i, size_t numel)
+{
+    fsdpc_codec_error error = *coll->error;
+    if (error.residual)
+        error.residual += i * numel;
+    return error;
+}
+
 /* Encodes sums into the `i`th message that is to be sent, and returns its address. */
 static fsdpc_status encode_sums(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op, size_t i,
                                 size_t numel, const unsigned char *from, unsigned char **out)
@@ -167,7 +186,22 @@ static fsdpc_status encode_sums(const fsdpc_hosts_comm *self, const fsdpc_hosts_
     fsdpc_codec_rows rows = rows_of_sums(coll->dtype, numel);
     fsdpc_stream stream = fsdpc_hosts_stream(self);
     *out = message_at(op, (size_t)self->n_hosts - 1 + i, numel);
-    return fsdpc_codec_encode(coll->codec, &rows, from, *out, &stream);
+    if (!coll->error)
+        return fsdpc_codec_encode(coll->codec, &rows, from, *out, NULL, &stream);
+    fsdpc_codec_error error = error_of(coll, i, numel);
+    return fsdpc_codec_encode(coll->codec, &rows, from, *out, &error, &stream);
+}
+
+/* Adds what earlier messages have left out to sums that are sent exactly, as the `i`th message. */
+static fsdpc_status add_left_out(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, size_t i,
+                                 size_t numel, unsigned char *sums)
+{
+    if (!coll->error || !coll->error->residual || wide(coll->dtype) != FSDPC_F32)
+        return FSDPC_OK;
+    float *residual = error_of(coll, i, numel).residual;
+    fsdpc_stream stream = fsdpc_hosts_stream(self);
+    FSDPC_TRY(fsdpc_flat_accumulate(sums, FSDPC_F32, residual, FSDPC_F32, numel, &stream));
+    return fsdpc_device_fill(stream.device, residual, 0, numel * sizeof *residual, &stream);
 }
 
 static fsdpc_status decode_sums(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op,
@@ -198,6 +232,8 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         if (is_coded(coll)) {
             FSDPC_TRY(encode_sums(self, op, i, numel, from, &from));
             to = message_at(op, i, numel);
+        } else {
+            FSDPC_TRY(add_left_out(self, coll, i, numel, from));
         }
         FSDPC_TRY(fsdpc_hosts_exchange(self, op, h, 1, to, from, message_bytes(coll, numel)));
     }
@@ -229,6 +265,8 @@ static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     if (is_coded(coll)) { /* every host adds what all hosts get from this one */
         FSDPC_TRY(encode_sums(self, op, 0, part.numel, own, &from));
         FSDPC_TRY(decode_sums(self, op, from, part.numel, own));
+    } else {
+        FSDPC_TRY(add_left_out(self, coll, 0, part.numel, own));
     }
     for (int h = 0, peer = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)

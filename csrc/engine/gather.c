@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "engine/acts.h"
+#include "engine/codec_error.h"
 #include "engine/unsharded.h"
 #include "engine/order.h"
 #include "ops/flat_ops.h"
@@ -31,7 +32,7 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
                      .recv = group->target,
                      .param_buffer = root->param_buffer,
                      .offset = group->param_buffer_offset,
-                     .codec = unit->gather_codec,
+                     .codec = fsdpc_codec_now(unit, FSDPC_CODED_GATHER),
                      .after_copy_in = unit->copy_in_later};
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
@@ -100,7 +101,8 @@ static fsdpc_status compare_rounded(const fsdpc_unit *unit, const fsdpc_unit_gro
                                           fsdpc_unit_masters(unit, group, band, band->shard_offset),
                                           group->plan->dtype, rows.numel, main);
     if (status == FSDPC_OK)
-        status = fsdpc_codec_round(unit->gather_codec, &rows, rounded, main);
+        status = fsdpc_codec_round(fsdpc_codec_now(unit, FSDPC_CODED_GATHER), &rows, rounded, NULL,
+                                   main);
     if (status == FSDPC_OK)
         status = fsdpc_flat_equal(fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
                                   rows.dtype, rounded, rows.dtype, rows.numel, equal_io, main);
@@ -115,7 +117,7 @@ fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
-            if (fsdpc_unsharded_rounds(unit, group, band)) {
+            if (fsdpc_unsharded_rounds(fsdpc_codec_now(unit, FSDPC_CODED_GATHER), group, band)) {
                 FSDPC_TRY(compare_rounded(unit, group, band, equal_io));
                 continue;
             }

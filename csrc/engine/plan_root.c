@@ -147,6 +147,30 @@ static fsdpc_status plan_states(planner *p, const fsdpc_plan_unit *unit, const f
     return status;
 }
 
+/* Plans what reductions leave out, which the next ones add (codec_error.h). */
+static fsdpc_status plan_residuals(planner *p, const fsdpc_plan_unit *unit, size_t numel,
+                                   const fsdpc_dtype *dtypes)
+{
+    const fsdpc_root_options *options = p->options;
+    const fsdpc_unit_settings *settings = &unit->settings;
+    bool partials = fsdpc_plan_has_partials(options->replicate, options->shard);
+    if (!settings->error_feedback || settings->reduce_codec == FSDPC_CODEC_EXACT)
+        return FSDPC_OK;
+    for (int stage = 0; stage < (partials ? N_STAGES : 1); stage++) {
+        bool over_replicas = stage == SECOND || (options->shard == 1 && options->replicate > 1);
+        fsdpc_plan_hosts group = over_replicas ? options->replicas : options->shards;
+        if (dtypes[FIRST] == FSDPC_F64 || dtypes[SECOND] == FSDPC_F64)
+            continue;
+        size_t kept = fsdpc_comm_hosts_residual_numel(over_replicas ? FSDPC_COLL_REDUCE_ALL
+                                                                    : FSDPC_COLL_REDUCE_SCATTER,
+                                                      numel, group.hosts, group.local_size);
+        if (kept > 0)
+            FSDPC_TRY(emit(p, "residuals", FSDPC_MEM_STATE, fsdpc_mem_counted(kept * sizeof(float)),
+                           1, FSDPC_PLAN_MEMORY));
+    }
+    return FSDPC_OK;
+}
+
 static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fsdpc_layout *layout,
                                int g, unit_sizes *sizes)
 {
@@ -178,6 +202,7 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
             fsdpc_max_size(p->host_ring, fsdpc_plan_host_bytes(offload, numel,
                                                                fsdpc_dtype_bytes(plan.grad_dtype)));
     const fsdpc_dtype dtypes[N_STAGES] = {plan.reduce_dtype, plan.grad_dtype};
+    FSDPC_TRY(plan_residuals(p, unit, numel, dtypes));
     for (int stage = 0; stage < N_STAGES; stage++) {
         size_t sent = fsdpc_coll_contribution_bytes(numel, dtypes[stage]);
         p->contribution[stage] = fsdpc_max_size(p->contribution[stage], sent);

@@ -38,6 +38,7 @@
 
 #include "base/crc32c.h"
 #include "engine/acts.h"
+#include "engine/codec_error.h"
 #include "engine/fill.h"
 #include "engine/grad_file.h"
 #include "engine/grads.h"
@@ -120,9 +121,12 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
     uint32_t trains = hash_trainable(unit);
     for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
+        const fsdpc_codec_error *error;
+        FSDPC_TRY(fsdpc_reduce_error(unit, group, FSDPC_STAGE_FIRST, &error));
         fsdpc_coll op = {.kind = replicas_alone ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER,
                          .unit = unit->id,
-                         .codec = unit->settings.reduce_codec,
+                         .codec = fsdpc_codec_now(unit, FSDPC_CODED_REDUCE),
+                         .error = error,
                          .what = unit->name,
                          .dtype = group->reduce_dtype,
                          .epoch = epoch,
@@ -161,9 +165,12 @@ static fsdpc_status post_second(fsdpc_unit *unit)
     uint32_t trains = hash_trainable(unit);
     for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
+        const fsdpc_codec_error *error;
+        FSDPC_TRY(fsdpc_reduce_error(unit, group, FSDPC_STAGE_SECOND, &error));
         fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_ALL,
                          .unit = unit->id,
-                         .codec = unit->settings.reduce_codec,
+                         .codec = fsdpc_codec_now(unit, FSDPC_CODED_REDUCE),
+                         .error = error,
                          .what = unit->name,
                          .dtype = group->grad_dtype,
                          .epoch = root->steps,

@@ -43,6 +43,7 @@
 #include "base/crc32c.h"
 #include "engine/acts.h"
 #include "engine/agree.h"
+#include "engine/codec_error.h"
 #include "engine/epoch.h"
 #include "engine/fill.h"
 #include "engine/unsharded.h"
@@ -406,6 +407,10 @@ static fsdpc_status end_root(fsdpc_root *root)
     FSDPC_TRY(fsdpc_reduce_post_rest(root));
     if (steps) /* agreeing compares masters between replicas */
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
+    if (fsdpc_codec_errors_due(root)) {
+        FSDPC_TRY(fsdpc_reduce_wait_all(root));
+        FSDPC_TRY(fsdpc_codec_errors_agree(root));
+    }
     FSDPC_TRY(fsdpc_backward_agree(root));
     for (int i = 0; i < root->n_units && steps; i++) {
         fsdpc_unit *unit = root->units[i];

@@ -242,6 +242,8 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
         return;
     for (int g = 0; unit->groups && g < unit->layout->n_groups; g++) {
         free(unit->groups[g].sums);
+        for (int stage = 0; stage < FSDPC_STAGES; stage++)
+            fsdpc_device_free(unit->device, unit->groups[g].errors[stage].residual);
         if (unit->groups[g].plan)
             destroy_master(unit, &unit->groups[g]);
         if (!unit->grads_in_frontend)

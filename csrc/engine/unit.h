@@ -49,6 +49,10 @@ typedef struct fsdpc_unit_settings {
     bool deterministic;       /* micro-steps are summed as a tree (micro.h) */
     bool rank_dependent;      /* it runs only on some ranks (sched.c) */
     fsdpc_codec reduce_codec; /* the form of sums between hosts */
+    /* What codecs leave out (codec_error.h): */
+    bool error_feedback; /* is added to the next reduction */
+    int error_every;     /* is measured every so many steps; 0: never */
+    double error_budget; /* is at most this part of what is sent; 0: no limit */
 } fsdpc_unit_settings;
 
 /* Whether a unit has its own memory or shares it with the other units of its root. `encloses`: it
@@ -80,6 +84,26 @@ const fsdpc_mesh *fsdpc_unit_mesh(const fsdpc_unit *unit);
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_offload fsdpc_unit_offload(const fsdpc_unit *unit);
 fsdpc_codec fsdpc_unit_gather_codec(const fsdpc_unit *unit);
+
+/* What a codec leaves out of gathers or reductions; see codec_error.h. */
+typedef enum fsdpc_coded { FSDPC_CODED_GATHER, FSDPC_CODED_REDUCE, FSDPC_CODED_COUNT } fsdpc_coded;
+
+typedef struct fsdpc_coded_report {
+    bool measured;
+    double error;  /* relative, of all ranks */
+    uint64_t step; /* when it was measured */
+    bool exact;    /* above the budget: numbers are sent exactly */
+} fsdpc_coded_report;
+
+fsdpc_coded_report fsdpc_unit_coded_report(const fsdpc_unit *unit, fsdpc_coded which);
+
+/* The stages of a reduction: over the shard group, or over replicas if that is one rank; and over
+ * replicas. */
+typedef enum fsdpc_stage { FSDPC_STAGE_FIRST, FSDPC_STAGE_SECOND, FSDPC_STAGES } fsdpc_stage;
+
+/* Finds a flat group's residual in one stage, and its length; NULL: it has none. */
+fsdpc_status fsdpc_unit_residual(fsdpc_unit *unit, int group, fsdpc_stage stage, float **out,
+                                 size_t *numel_out);
 /* Returns how many bytes of its codes, or of its slices, a rank sends to a rank of each other host. */
 size_t fsdpc_unit_gather_bytes(const fsdpc_unit *unit);
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit); /* NULL before the first forward */

@@ -14,6 +14,13 @@ typedef enum fsdpc_reduction {
     FSDPC_REDUCTION_REPLICATE, /* the partial, over the replicas */
 } fsdpc_reduction;
 
+/* What a codec leaves out; see codec_error.h. */
+typedef struct fsdpc_coded_error {
+    fsdpc_exact_sum left_out, meant; /* squares of this rank since the last report */
+    fsdpc_coded_report report;
+    bool said; /* the log has said that it is exact */
+} fsdpc_coded_error;
+
 /* The state of a parameter's gradient; ranks agree on the highest value. */
 typedef enum fsdpc_grad_state {
     FSDPC_GRAD_NONE,
@@ -58,6 +65,7 @@ typedef struct fsdpc_unit_group {
     void *own_block;       /* in no-alias mode, the block that contains the unsharded parameters */
     unsigned char
         *own_slices; /* this rank's slices, if they are not in the parameter buffer; else NULL */
+    fsdpc_codec_error errors[FSDPC_STAGES]; /* what its reductions leave out: codec_error.h */
     fsdpc_work gather, reduce;
 } fsdpc_unit_group;
 
@@ -106,6 +114,10 @@ struct fsdpc_unit {
     fsdpc_window *window;                  /* the memory that it shares, or shared */
     unsigned char *room;                   /* the unit's own memory */
     fsdpc_frontend_memory frontend_memory; /* take is NULL: none */
+
+    /* What codecs leave out. Written by codec_error.c. */
+    fsdpc_coded_error coded[FSDPC_CODED_COUNT];
+    fsdpc_codec_error gather_error;
 
     /* Gather. Written by gather.c, unsharded.c and sched.c; code that changes masters sets `dirty`
      * and `foreign`.

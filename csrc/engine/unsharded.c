@@ -4,6 +4,7 @@
 
 #include "base/fault.h"
 #include "engine/acts.h"
+#include "engine/codec_error.h"
 #include "engine/order.h"
 #include "ops/flat_ops.h"
 
@@ -93,18 +94,19 @@ fsdpc_status fsdpc_unsharded_cast(fsdpc_unit *unit, size_t *bytes_out)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_unsharded_round(const fsdpc_unit *unit)
+fsdpc_status fsdpc_unsharded_round(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    bool rounds = unit->gather_codec != FSDPC_CODEC_EXACT;
-    for (int g = 0; rounds && g < unit->layout->n_groups; g++) {
+    fsdpc_codec codec = fsdpc_codec_now(unit, FSDPC_CODED_GATHER);
+    const fsdpc_codec_error *error = fsdpc_gather_error(unit);
+    for (int g = 0; codec != FSDPC_CODEC_EXACT && g < unit->layout->n_groups; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
             fsdpc_codec_rows rows = fsdpc_unsharded_rows(group, band);
             FSDPC_TRY(fsdpc_codec_round(
-                unit->gather_codec, &rows,
-                fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset), main));
+                codec, &rows, fsdpc_unsharded_own_slice(unit, group, band, band->shard_offset),
+                error, main));
         }
     }
     return FSDPC_OK;

@@ -95,16 +95,16 @@ static inline fsdpc_codec_rows fsdpc_unsharded_rows(const fsdpc_unit_group *grou
     return (fsdpc_codec_rows){group->param_dtype, band->row, band->numel};
 }
 
-/* Returns whether the unit's codec rounds this band. */
-static inline bool fsdpc_unsharded_rounds(const fsdpc_unit *unit, const fsdpc_unit_group *group,
+/* Returns whether a codec rounds this band. */
+static inline bool fsdpc_unsharded_rounds(fsdpc_codec codec, const fsdpc_unit_group *group,
                                           const fsdpc_slice *band)
 {
     fsdpc_codec_rows rows = fsdpc_unsharded_rows(group, band);
-    return fsdpc_codec_shortens(unit->gather_codec, &rows);
+    return fsdpc_codec_shortens(codec, &rows);
 }
 
 /* Rounds this rank's own slices as the unit's codec does. */
-fsdpc_status fsdpc_unsharded_round(const fsdpc_unit *unit);
+fsdpc_status fsdpc_unsharded_round(fsdpc_unit *unit);
 
 /* Call when the copy-in is complete. */
 static inline fsdpc_status fsdpc_unsharded_seal(fsdpc_unit *unit)

@@ -28,7 +28,7 @@ bool fsdpc_unit_reads_masters(const fsdpc_unit *unit)
         if (group->param_dtype != group->plan->dtype)
             return false;
         for (size_t i = 0; unit->gather_codec != FSDPC_CODEC_EXACT && i < group->plan->n_bands; i++)
-            if (fsdpc_unsharded_rounds(unit, group, &group->plan->bands[i]))
+            if (fsdpc_unsharded_rounds(unit->gather_codec, group, &group->plan->bands[i]))
                 return false;
     }
     return true;

@@ -28,8 +28,8 @@ static const fsdpc_code codes_of[] = {
 
 /* One part of the rows, and memory for it. */
 typedef struct part {
-    float *values, *scales;
-    uint8_t *codes;
+    float *values, *decoded, *scales;
+    uint8_t *codes;         /* or narrow numbers */
     size_t at, numel, most; /* elements */
     bool inside;            /* part of one row; otherwise whole rows */
 } part;
@@ -74,12 +74,16 @@ bool fsdpc_codec_shortens(fsdpc_codec codec, const fsdpc_codec_rows *rows)
 
 static size_t code_bytes(fsdpc_codec codec, size_t numel)
 {
+    if (!has_blocks(codec))
+        return numel * fsdpc_dtype_bytes(FSDPC_BF16);
     return codec == FSDPC_CODEC_INT4 ? (numel + 1) / 2 : numel;
 }
 
 /* Returns the number of blocks before an element that begins one, or in all rows. */
 static size_t scales_before(fsdpc_codec codec, const fsdpc_codec_rows *rows, size_t at)
 {
+    if (!has_blocks(codec))
+        return 0;
     fsdpc_code code = codes_of[codec];
     return fsdpc_code_blocks_of(code, at, rows->row) +
            fsdpc_ceil_div(at % rows->row, fsdpc_code_block(code));
@@ -89,9 +93,8 @@ size_t fsdpc_codec_bytes(fsdpc_codec codec, const fsdpc_codec_rows *rows)
 {
     size_t bytes = rows->numel * fsdpc_dtype_bytes(rows->dtype);
     if (fsdpc_codec_shortens(codec, rows))
-        bytes = has_blocks(codec) ? scales_before(codec, rows, rows->numel) * sizeof(float) +
-                                        code_bytes(codec, rows->numel)
-                                  : rows->numel * fsdpc_dtype_bytes(FSDPC_BF16);
+        bytes = scales_before(codec, rows, rows->numel) * sizeof(float) +
+                code_bytes(codec, rows->numel);
     return fsdpc_round_up(bytes, 4);
 }
 
@@ -103,6 +106,13 @@ static bool is_null(const fsdpc_stream *stream)
 
 /* ---- Parts ---- */
 
+/* Returns rows that parts may cut: numbers of a codec without blocks are one row. */
+static fsdpc_codec_rows rows_to_cut(fsdpc_codec codec, const fsdpc_codec_rows *rows)
+{
+    return (fsdpc_codec_rows){rows->dtype, has_blocks(codec) ? rows->row : rows->numel,
+                              rows->numel};
+}
+
 /* Chooses parts, which are whole rows or inside one, and allocates memory for one. No part begins
  * inside a byte. */
 static fsdpc_status part_begin(fsdpc_codec codec, const fsdpc_codec_rows *rows, part *p)
@@ -112,10 +122,11 @@ static fsdpc_status part_begin(fsdpc_codec codec, const fsdpc_codec_rows *rows, 
     size_t most = fsdpc_min_size(inside ? PART : even * rows->row, rows->numel);
     size_t scales = scales_before(codec, rows, most) + 1;
     *p = (part){.most = most, .inside = inside};
-    p->values = malloc((most + scales) * sizeof(float) + most);
+    p->values = malloc((2 * most + scales) * sizeof(float) + most * sizeof(uint16_t));
     if (!p->values)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to encode %zu elements", most);
-    p->scales = p->values + most;
+    p->decoded = p->values + most;
+    p->scales = p->decoded + most;
     p->codes = (uint8_t *)(p->scales + scales);
     return FSDPC_OK;
 }
@@ -128,33 +139,58 @@ static bool part_next(const fsdpc_codec_rows *rows, part *p)
     return p->numel > 0;
 }
 
-/* Returns the codes of a part, for the kernels. */
-static fsdpc_code_args codes_in(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p)
+/* Returns a part's numbers and codes, for the kernels. */
+static fsdpc_code_args codes_in(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p,
+                                float *values)
 {
     return (fsdpc_code_args){.code = codes_of[codec],
-                             .values = p->values,
+                             .values = values,
                              .codes = p->codes,
                              .maxima = p->scales,
                              .numel = p->numel,
                              .row = p->inside ? p->numel : rows->row};
 }
 
+/* Encodes a part of `values`, with what earlier messages have left out. */
 static fsdpc_status part_encode(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p,
-                                const void *values, fsdpc_stream *stream)
+                                const void *values, const fsdpc_codec_error *error,
+                                fsdpc_stream *stream)
 {
     const char *from = (const char *)values + p->at * fsdpc_dtype_bytes(rows->dtype);
     FSDPC_TRY(fsdpc_flat_cast(p->values, FSDPC_F32, from, rows->dtype, p->numel, stream));
-    fsdpc_code_args args = codes_in(codec, rows, p);
+    if (error && error->residual)
+        FSDPC_TRY(fsdpc_flat_accumulate(p->values, FSDPC_F32, error->residual + p->at, FSDPC_F32,
+                                        p->numel, stream));
+    if (!has_blocks(codec))
+        return fsdpc_flat_cast(p->codes, narrow_of(codec), p->values, FSDPC_F32, p->numel, stream);
+    fsdpc_code_args args = codes_in(codec, rows, p, p->values);
     return fsdpc_flat_encode(&args, stream);
 }
 
 static fsdpc_status part_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p,
-                                void *values, fsdpc_stream *stream)
+                                fsdpc_stream *stream)
 {
-    char *to = (char *)values + p->at * fsdpc_dtype_bytes(rows->dtype);
-    fsdpc_code_args args = codes_in(codec, rows, p);
-    FSDPC_TRY(fsdpc_flat_decode(&args, stream));
-    return fsdpc_flat_cast(to, rows->dtype, p->values, FSDPC_F32, p->numel, stream);
+    if (!has_blocks(codec))
+        return fsdpc_flat_cast(p->decoded, FSDPC_F32, p->codes, narrow_of(codec), p->numel, stream);
+    fsdpc_code_args args = codes_in(codec, rows, p, p->decoded);
+    return fsdpc_flat_decode(&args, stream);
+}
+
+/* Compares a part's `values` with `decoded`, which it overwrites. */
+static fsdpc_status part_compare(const part *p, const fsdpc_codec_error *error,
+                                 fsdpc_stream *stream)
+{
+    enum { LEAF = 64 };
+    int nonfinite = 0;
+    FSDPC_TRY(fsdpc_flat_scale(p->decoded, FSDPC_F32, p->numel, -1, NULL, &nonfinite, stream));
+    FSDPC_TRY(fsdpc_flat_accumulate(p->decoded, FSDPC_F32, p->values, FSDPC_F32, p->numel, stream));
+    if (error->meant) {
+        FSDPC_TRY(fsdpc_flat_sumsq(p->values, FSDPC_F32, p->numel, LEAF, error->meant, stream));
+        FSDPC_TRY(fsdpc_flat_sumsq(p->decoded, FSDPC_F32, p->numel, LEAF, error->left_out, stream));
+    }
+    if (error->residual && !nonfinite)
+        memcpy(error->residual + p->at, p->decoded, p->numel * sizeof(float));
+    return FSDPC_OK;
 }
 
 /* Where a part's scales and codes are in a message. */
@@ -175,7 +211,7 @@ static part_place place_of(fsdpc_codec codec, const fsdpc_codec_rows *rows, cons
 static void pack(fsdpc_codec codec, const part *p, unsigned char *to)
 {
     if (codec != FSDPC_CODEC_INT4) {
-        memcpy(to, p->codes, p->numel);
+        memcpy(to, p->codes, code_bytes(codec, p->numel));
         return;
     }
     for (size_t i = 0; i < p->numel / 2; i++)
@@ -202,8 +238,30 @@ static void unpack(fsdpc_codec codec, const part *p, const unsigned char *from)
 
 /* ---- All rows ---- */
 
+static fsdpc_status encode_parts(fsdpc_codec codec, const fsdpc_codec_rows *rows,
+                                 const void *values, unsigned char *message,
+                                 const fsdpc_codec_error *error, fsdpc_stream *stream)
+{
+    part p;
+    FSDPC_TRY(part_begin(codec, rows, &p));
+    fsdpc_status status = FSDPC_OK;
+    while (status == FSDPC_OK && part_next(rows, &p)) {
+        part_place at = place_of(codec, rows, &p);
+        status = part_encode(codec, rows, &p, values, error, stream);
+        memcpy(message + at.scales, p.scales, at.scale_bytes);
+        pack(codec, &p, message + at.codes);
+        if (status == FSDPC_OK && error)
+            status = part_decode(codec, rows, &p, stream);
+        if (status == FSDPC_OK && error)
+            status = part_compare(&p, error, stream);
+    }
+    free(p.values);
+    return status;
+}
+
 fsdpc_status fsdpc_codec_encode(fsdpc_codec codec, const fsdpc_codec_rows *rows, const void *values,
-                                unsigned char *message, fsdpc_stream *stream)
+                                unsigned char *message, const fsdpc_codec_error *error,
+                                fsdpc_stream *stream)
 {
     size_t bytes = fsdpc_codec_bytes(codec, rows);
     if (bytes == 0 || is_null(stream))
@@ -213,19 +271,10 @@ fsdpc_status fsdpc_codec_encode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
         memcpy(message, values, rows->numel * fsdpc_dtype_bytes(rows->dtype));
         return FSDPC_OK;
     }
-    if (!has_blocks(codec))
+    if (!has_blocks(codec) && !error)
         return fsdpc_flat_cast(message, narrow_of(codec), values, rows->dtype, rows->numel, stream);
-    part p;
-    FSDPC_TRY(part_begin(codec, rows, &p));
-    fsdpc_status status = FSDPC_OK;
-    while (status == FSDPC_OK && part_next(rows, &p)) {
-        part_place at = place_of(codec, rows, &p);
-        status = part_encode(codec, rows, &p, values, stream);
-        memcpy(message + at.scales, p.scales, at.scale_bytes);
-        pack(codec, &p, message + at.codes);
-    }
-    free(p.values);
-    return status;
+    fsdpc_codec_rows cut = rows_to_cut(codec, rows);
+    return encode_parts(codec, &cut, values, message, error, stream);
 }
 
 fsdpc_status fsdpc_codec_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
@@ -233,8 +282,9 @@ fsdpc_status fsdpc_codec_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
 {
     if (is_null(stream))
         return FSDPC_OK;
+    size_t element = fsdpc_dtype_bytes(rows->dtype);
     if (!fsdpc_codec_shortens(codec, rows)) {
-        memcpy(values, message, rows->numel * fsdpc_dtype_bytes(rows->dtype));
+        memcpy(values, message, rows->numel * element);
         return FSDPC_OK;
     }
     if (!has_blocks(codec))
@@ -246,45 +296,40 @@ fsdpc_status fsdpc_codec_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
         part_place at = place_of(codec, rows, &p);
         memcpy(p.scales, message + at.scales, at.scale_bytes);
         unpack(codec, &p, message + at.codes);
-        status = part_decode(codec, rows, &p, values, stream);
+        status = part_decode(codec, rows, &p, stream);
+        if (status == FSDPC_OK)
+            status = fsdpc_flat_cast((char *)values + p.at * element, rows->dtype, p.decoded,
+                                     FSDPC_F32, p.numel, stream);
     }
     free(p.values);
     return status;
 }
 
-/* Rounds fp32 to a narrower dtype through memory of its own, a part at a time. */
-static fsdpc_status round_narrow(fsdpc_dtype dtype, const fsdpc_codec_rows *rows, float *values,
-                                 fsdpc_stream *stream)
+/* Rounds a part in place, through its codes. */
+static fsdpc_status part_round(fsdpc_codec codec, const fsdpc_codec_rows *rows, const part *p,
+                               void *values, const fsdpc_codec_error *error, fsdpc_stream *stream)
 {
-    size_t most = fsdpc_min_size(PART, rows->numel);
-    void *narrow = malloc(most * fsdpc_dtype_bytes(FSDPC_BF16) + 1);
-    fsdpc_status status =
-        narrow ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to encode %zu elements", most);
-    for (size_t at = 0, n; status == FSDPC_OK && at < rows->numel; at += n) {
-        n = fsdpc_min_size(most, rows->numel - at);
-        status = fsdpc_flat_cast(narrow, dtype, values + at, FSDPC_F32, n, stream);
-        if (status == FSDPC_OK)
-            status = fsdpc_flat_cast(values + at, FSDPC_F32, narrow, dtype, n, stream);
-    }
-    free(narrow);
-    return status;
+    char *to = (char *)values + p->at * fsdpc_dtype_bytes(rows->dtype);
+    FSDPC_TRY(part_encode(codec, rows, p, values, NULL, stream));
+    FSDPC_TRY(part_decode(codec, rows, p, stream));
+    FSDPC_TRY(fsdpc_flat_cast(to, rows->dtype, p->decoded, FSDPC_F32, p->numel, stream));
+    if (!error)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_flat_cast(p->decoded, FSDPC_F32, to, rows->dtype, p->numel, stream));
+    return part_compare(p, error, stream);
 }
 
 fsdpc_status fsdpc_codec_round(fsdpc_codec codec, const fsdpc_codec_rows *rows, void *values,
-                               fsdpc_stream *stream)
+                               const fsdpc_codec_error *error, fsdpc_stream *stream)
 {
     if (!fsdpc_codec_shortens(codec, rows) || rows->numel == 0 || is_null(stream))
         return FSDPC_OK;
-    if (!has_blocks(codec))
-        return round_narrow(narrow_of(codec), rows, values, stream);
+    fsdpc_codec_rows cut = rows_to_cut(codec, rows);
     part p;
-    FSDPC_TRY(part_begin(codec, rows, &p));
+    FSDPC_TRY(part_begin(codec, &cut, &p));
     fsdpc_status status = FSDPC_OK;
-    while (status == FSDPC_OK && part_next(rows, &p)) {
-        status = part_encode(codec, rows, &p, values, stream);
-        if (status == FSDPC_OK)
-            status = part_decode(codec, rows, &p, values, stream);
-    }
+    while (status == FSDPC_OK && part_next(&cut, &p))
+        status = part_round(codec, &cut, &p, values, error, stream);
     free(p.values);
     return status;
 }

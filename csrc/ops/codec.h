@@ -20,6 +20,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "device/device.h"
+#include "ops/exact_sum.h"
 
 /* X(NAME, name) */
 #define FSDPC_CODEC_TABLE(X)                                                                       \
@@ -43,6 +44,16 @@ typedef struct fsdpc_codec_rows {
     size_t row, numel;
 } fsdpc_codec_rows;
 
+/* What messages leave out: the difference between numbers and what their messages decode to. Parts of
+ * some 64 Ki elements that contain a NaN or an infinity, or decode to one, leave `residual` as it
+ * was. */
+typedef struct fsdpc_codec_error {
+    float *residual; /* added to the numbers before they are encoded, and then what this message
+                      * leaves out; NULL: none */
+    fsdpc_exact_sum *left_out, *meant; /* the squares of what this message leaves out, and of the
+                                        * numbers with `residual`, are added; NULL: neither */
+} fsdpc_codec_error;
+
 const char *fsdpc_codec_name(fsdpc_codec codec);
 
 /* Finds a codec; the error lists all. */
@@ -55,12 +66,15 @@ bool fsdpc_codec_shortens(fsdpc_codec codec, const fsdpc_codec_rows *rows);
 size_t fsdpc_codec_bytes(fsdpc_codec codec, const fsdpc_codec_rows *rows);
 
 /* All three run in the calling thread and the stream's threads; messages are aligned to 4 bytes.
- * Fail only if memory for a part of them is lacking. */
+ * Fail only if memory for a part of them is lacking. `error` may be NULL; a codec that does not
+ * shorten the numbers ignores it. */
 fsdpc_status fsdpc_codec_encode(fsdpc_codec codec, const fsdpc_codec_rows *rows, const void *values,
-                                unsigned char *message, fsdpc_stream *stream);
+                                unsigned char *message, const fsdpc_codec_error *error,
+                                fsdpc_stream *stream);
 fsdpc_status fsdpc_codec_decode(fsdpc_codec codec, const fsdpc_codec_rows *rows,
                                 const unsigned char *message, void *values, fsdpc_stream *stream);
+/* `error` must not have a residual. */
 fsdpc_status fsdpc_codec_round(fsdpc_codec codec, const fsdpc_codec_rows *rows, void *values,
-                               fsdpc_stream *stream);
+                               const fsdpc_codec_error *error, fsdpc_stream *stream);
 
 #endif

@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from fsdpc.monitor import loggers, plots
     from fsdpc.monitor.auditor import Audited, audit
     from fsdpc.monitor.batch_size import find_batch_size
+    from fsdpc.monitor.compression import CompressionReport, compression_report
     from fsdpc.monitor.config import show_config
     from fsdpc.monitor.flight import FlightRecorder
     from fsdpc.monitor.performance import PerformanceTracker, flops_per_token
@@ -163,6 +164,8 @@ _MODULES = {  # public modules, imported on first use
 _FROM = {  # name -> its module, imported when any of its names is first used
     "audit": "monitor.auditor",
     "Audited": "monitor.auditor",
+    "compression_report": "monitor.compression",
+    "CompressionReport": "monitor.compression",
     "find_batch_size": "monitor.batch_size",
     "fit_activations": "planning.fit_activations",
     "FittedActivations": "planning.fit_activations",
@@ -184,25 +187,26 @@ _FROM = {  # name -> its module, imported when any of its names is first used
 }
 
 __all__ = [
-    "all_gather", "all_reduce", "amp", "arange", "audit", "Audited", "barrier", "bfloat16", "bool_",
-    "broadcast", "checkpoint", "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_",
-    "Compression", "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "EMA",
-    "empty", "empty_like", "enable_grad", "estimate", "estimate_activations", "eye",
-    "find_batch_size", "fit_activations", "FittedActivations", "FlightRecorder", "float16",
-    "float32", "float64", "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full",
-    "full_grad", "full_like", "full_tensor", "fully_shard", "functional", "get_default_device",
-    "grad_norms", "graph_step", "GraphStep", "init", "init_device_mesh", "int32", "int64",
-    "is_grad_enabled", "is_initialized",
-    "launch", "linspace", "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan",
-    "memory_stats", "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn",
-    "no_grad", "num_threads", "OffloadPolicy", "ones", "ones_like", "optim", "PeerError",
-    "PerformanceTracker", "plan", "PlanOptions", "Plans", "plots", "Profile", "profile", "rand",
-    "rand_like", "randint", "randn", "randn_like", "rank", "register_fsdp_forward_method",
-    "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
-    "sharding_layout", "ShardingLayout", "ShardingStrategy", "show_config", "shutdown", "simulate",
-    "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions", "summon_full_params",
-    "tensor", "Tensor", "tile_tokens", "training_cost", "TrainingCost", "TrainingStabilizer",
-    "uint8", "world_size", "wrap", "zeros", "zeros_like",
+    "all_gather", "all_reduce", "amp", "arange", "audit", "Audited", "barrier", "bfloat16",
+    "bool_", "broadcast", "checkpoint", "checkpoint_activations", "clip_grad_norm_",
+    "clip_grad_value_", "Compression", "compression_report", "CompressionReport", "cuda",
+    "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "EMA", "empty", "empty_like",
+    "enable_grad", "estimate", "estimate_activations", "eye", "find_batch_size",
+    "fit_activations", "FittedActivations", "FlightRecorder", "float16", "float32", "float64",
+    "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full", "full_grad",
+    "full_like", "full_tensor", "fully_shard", "functional", "get_default_device", "grad_norms",
+    "graph_step", "GraphStep", "init", "init_device_mesh", "int32", "int64", "is_grad_enabled",
+    "is_initialized", "launch", "linspace", "local_rank", "loggers", "lr_scheduler",
+    "manual_seed", "memory_plan", "memory_stats", "MemoryPlan", "MismatchError",
+    "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads", "OffloadPolicy", "ones",
+    "ones_like", "optim", "PeerError", "PerformanceTracker", "plan", "PlanOptions", "Plans",
+    "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn", "randn_like",
+    "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
+    "set_default_device", "set_num_threads", "sharding_layout", "ShardingLayout",
+    "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
+    "Stabilized", "StabilizerOptions", "summon_full_params", "tensor", "Tensor", "tile_tokens",
+    "training_cost", "TrainingCost", "TrainingStabilizer", "uint8", "world_size", "wrap",
+    "zeros", "zeros_like",
 ]  # fmt: skip
 
 

@@ -2220,6 +2220,9 @@ class Unit:
         band_per_param: bool = False,
         gather_codec: str = "exact",
         reduce_codec: str = "exact",
+        error_feedback: bool = False,
+        error_every: int = 0,
+        error_budget: float = 0.0,
     ) -> None: ...
     name: str
     """Name shown in messages and traces."""
@@ -2248,6 +2251,19 @@ class Unit:
         """The form in which gathers send parameters to other hosts, or "exact"."""
     reduce_codec: str
     """The form in which reductions send sums to other hosts, or "exact"."""
+    @property
+    def error_feedback(self) -> bool:
+        """Whether reductions add what earlier ones left out."""
+    @property
+    def codec_errors(
+        self,
+    ) -> tuple[tuple[float, int, bool] | None, tuple[float, int, bool] | None]:
+        """Of gathers and of reductions, or None if never measured: the relative error of all
+        ranks, the optimizer step in which it was measured, and whether numbers are sent exactly,
+        as it exceeds the budget."""
+    @property
+    def residuals(self) -> list[Tensor | None]:
+        """What reductions left out, by flat group and stage; None: nothing is kept."""
     @property
     def gather_bytes(self) -> int:
         """Number of bytes that a rank sends to one rank of each other host in a gather."""

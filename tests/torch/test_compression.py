@@ -83,7 +83,7 @@ def test_training_is_with_rounded_parameters(form: str) -> None:
 def sent_in_a_step(dtype: Any, **forms: str) -> int:
     """Bytes that this rank sends to other hosts in the last of three steps."""
     model = fully_shard(
-        nn.Linear(512, 256, bias=False), compression=Compression(**forms),
+        nn.Linear(512, 256, bias=False), compression=Compression(**forms, every=0),
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,6 +113,38 @@ def test_bytes(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if dtype is torch.bfloat16:  # ZeRO-3 sends 2 bytes for each of two gathers and the sums
             both = sent_in_a_step(dtype, gather="int8", reduce="int8")
             assert both < 0.35 * rows * 512 * 6
+    leave()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feedback keeps sums of gradients near exact ones; reports name units and their errors."""
+    join_again(2, tmp_path, monkeypatch)
+    fsdpc.torch._mesh.join()
+    drift = {}
+    for feedback in (False, True):
+        torch.manual_seed(fsdpc.rank())
+        x = torch.randn(4, 320)
+        forms = {"gather": "int8", "reduce": "int4", "error_feedback": feedback}
+        found = []
+        for compression in (Compression(**forms), Compression(gather="int8")):
+            model = build()
+            fully_shard(model[0], compression=compression)
+            fully_shard(model, compression=compression)
+            found.append(torch.zeros(66, 320))
+            for _ in range(16):
+                (model(x) ** 2).mean().backward()
+                found[-1] += full_grad(model[0].weight)
+                model.zero_grad()
+            if compression.reduce:
+                rows = fsdpc.compression_report(model).operations
+        drift[feedback] = float((found[0] - found[1]).norm())
+    assert drift[True] < 0.25 * drift[False]
+    assert {(row.unit, row.operation, row.form) for row in rows} == {
+        (unit, *form) for unit in ("0", "Sequential") for form in
+        (("gather", "int8"), ("reduce", "int4"))
+    }  # fmt: skip
+    assert all(0 < row.error < 0.2 and row.step == 0 for row in rows)
     leave()
 
 

@@ -50,14 +50,15 @@ static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
     PyObject *list, *param_dtype, *reduce_dtype, *offload;
     const char *gather_codec, *reduce_codec;
     fsdpc_unit_options *options = &unit->options;
-    int encloses, keep_grads, rank_dependent, reshards;
-    if (!PyArg_ParseTuple(item, "O!OOOsspppp", &PyList_Type, &list, &param_dtype, &reduce_dtype,
-                          &offload, &gather_codec, &reduce_codec, &encloses, &keep_grads,
+    int feedback, encloses, keep_grads, rank_dependent, reshards;
+    if (!PyArg_ParseTuple(item, "O!OOOssppppp", &PyList_Type, &list, &param_dtype, &reduce_dtype,
+                          &offload, &gather_codec, &reduce_codec, &feedback, &encloses, &keep_grads,
                           &rank_dependent, &reshards))
         return -1;
     unit->encloses = encloses;
     unit->settings = (fsdpc_unit_settings){.keep_grads = keep_grads,
                                            .rank_dependent = rank_dependent,
+                                           .error_feedback = feedback,
                                            .reshard_after_forward = reshards};
     options->cast_params = param_dtype != Py_None;
     options->cast_reduce = reduce_dtype != Py_None;

@@ -258,18 +258,21 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     FSDPC_PY_KEYWORDS(keywords, "name", "names", "params", "shard", "replicate", "param_dtype",
                       "reduce_dtype", "output_dtype", "cast_forward_inputs",
                       "reshard_after_forward", "keep_grads", "deterministic", "modules", "offload",
-                      "band_per_param", "gather_codec", "reduce_codec");
+                      "band_per_param", "gather_codec", "reduce_codec", "error_feedback",
+                      "error_every", "error_budget");
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *offload = NULL;
     int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1, band_per_param = 0;
     const char *codecs[] = {"exact", "exact"};
+    int feedback = 0, error_every = 0;
+    double error_budget = 0;
     fsdpc_codec reduce_codec;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiOpss", keywords, &name,
-                                     &PyList_Type, &names, &PyList_Type, &params, &shard,
-                                     &replicate, &param_dtype, &reduce_dtype, &output_dtype,
-                                     &cast_inputs, &reshard, &keep_grads, &deterministic,
-                                     &n_modules, &offload, &band_per_param, &codecs[0], &codecs[1]))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "sO!O!O|OOOOpOppiOpsspid", keywords, &name, &PyList_Type, &names,
+            &PyList_Type, &params, &shard, &replicate, &param_dtype, &reduce_dtype, &output_dtype,
+            &cast_inputs, &reshard, &keep_grads, &deterministic, &n_modules, &offload,
+            &band_per_param, &codecs[0], &codecs[1], &feedback, &error_every, &error_budget))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params))
         return PyErr_Format(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -296,6 +299,9 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     settings.keep_grads = keep_grads != 0;
     settings.deterministic = deterministic != 0;
     settings.reduce_codec = reduce_codec;
+    settings.error_feedback = feedback != 0;
+    settings.error_every = error_every;
+    settings.error_budget = error_budget;
     if (self->explicit_reshard)
         settings.reshard_after_forward = PyObject_IsTrue(reshard) == 1;
     if (fsdpc_py_check(fsdpc_unit_configure(self->ref->unit, &settings)) < 0) {

@@ -292,6 +292,48 @@ PyMethodDef fsdpc_py_unit_schedule_methods[] = {
 #name, get_flag, set, fsdpc_doc_Unit_##name, (void *)offsetof(fsdpc_unit_settings, name)   \
     }
 
+static PyObject *get_codec_errors(PyObject *object, void *Py_UNUSED(unused))
+{
+    PyObject *reports = PyTuple_New(FSDPC_CODED_COUNT);
+    for (int i = 0; reports && i < FSDPC_CODED_COUNT; i++) {
+        fsdpc_coded_report r = fsdpc_unit_coded_report(unit_of(object), i);
+        PyObject *report = !r.measured ? Py_NewRef(Py_None)
+                                       : Py_BuildValue("(dKN)", r.error, (unsigned long long)r.step,
+                                                       PyBool_FromLong(r.exact));
+        if (!report)
+            Py_CLEAR(reports);
+        else
+            PyTuple_SET_ITEM(reports, i, report);
+    }
+    return reports;
+}
+
+/* Returns a tensor over a residual, which keeps steps from being deferred while it lives. */
+static PyObject *residual_of(PyObject *object, int group, fsdpc_stage stage)
+{
+    size_t numel;
+    float *residual;
+    if (fsdpc_py_check(fsdpc_unit_residual(unit_of(object), group, stage, &residual, &numel)) < 0)
+        return NULL;
+    if (!residual)
+        return Py_NewRef(Py_None);
+    return fsdpc_py_unit_tensor(PyType_GetModule(Py_TYPE(object)), ((fsdpc_py_unit *)object)->ref,
+                                FSDPC_F32, 1, &numel, residual);
+}
+
+static PyObject *get_residuals(PyObject *object, void *Py_UNUSED(unused))
+{
+    int n = fsdpc_unit_layout(unit_of(object))->n_groups;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < n * FSDPC_STAGES; i++) {
+        PyObject *residual = residual_of(object, i / FSDPC_STAGES, i % FSDPC_STAGES);
+        if (!residual || PyList_Append(list, residual) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(residual);
+    }
+    return list;
+}
+
 PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FLAG(reshard_after_forward, set_reshard_after_forward),
     FLAG(reshard_after_backward, set_flag),
@@ -308,6 +350,9 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FSDPC_PY_ATTRIBUTE(Unit, reduce_dtype, get_reduce_dtype, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, gather_codec, get_gather_codec, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, reduce_codec, get_reduce_codec, set_reduce_codec),
+    FLAG(error_feedback, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, codec_errors, get_codec_errors, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, residuals, get_residuals, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, gather_bytes, get_gather_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, comms, get_comms, NULL),

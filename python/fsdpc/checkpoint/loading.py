@@ -16,7 +16,15 @@ from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
 from fsdpc.checkpoint.schema import FLOATS
-from fsdpc.checkpoint.shards import Saved, Shard, States, shards_of, states_of
+from fsdpc.checkpoint.shards import (
+    RESIDUAL,
+    Saved,
+    Shard,
+    States,
+    residuals_of,
+    shards_of,
+    states_of,
+)
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 from fsdpc.display import html
@@ -40,6 +48,9 @@ class LoadReport:
         Names in the model or optimizer that are not in the checkpoint.
     unexpected : list of str
         Names in the checkpoint that are not in the model or optimizer.
+    zeroed : list of str
+        Residuals of ``Compression(error_feedback=True)`` that begin at zero, because the checkpoint
+        has none of a run on as many hosts and ranks.
 
     Examples
     --------
@@ -55,6 +66,7 @@ class LoadReport:
     extra: Any = None
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    zeroed: list[str] = field(default_factory=list)
 
     def _repr_html_(self) -> str:
         """Return a table for display in notebooks."""
@@ -157,6 +169,7 @@ class _Load:
         self.report = LoadReport(decode(self.source.content.get("extra")))
         self.reads: list[tuple[Shard, SourceTensor]] = []
         self.encodes: list[tuple[Shard, SourceTensor]] = []  # of quantised weights
+        self.zeroed: list[Shard] = []
         self.wrong: list[str] = []
         self.differ: list[tuple[str, str, str]] = []  # name, saved value, value here
         for kind in _MAY_LACK:
@@ -239,6 +252,12 @@ class _Load:
                     f"{unexpected}"
                 )
         self._match_states(own, given)
+        for shard in residuals_of(self.held):
+            saved = self.source.optimizer.get(shard.name)
+            if saved is not None and tuple(saved.shape) == shard.shape:
+                self.reads.append((shard, saved))
+            else:
+                self.zeroed.append(shard)
 
     def _states(self, kind: str, optimizer: Any) -> tuple[States, dict[str, SourceTensor]]:
         """Return the states to read of an optimizer or of averages, and those in the files."""
@@ -246,7 +265,7 @@ class _Load:
         given = {
             name: tensor
             for name, tensor in self.source.optimizer.items()
-            if name.endswith(averages) is (kind == "ema")
+            if name.endswith(averages) is (kind == "ema") and not name.endswith(f".{RESIDUAL}")
         }
         steps = {name: int(count) for name, count in self.source.content[kind]["steps"].items()}
         return states_of(optimizer, self.state["model"], Saved(steps, given)), given
@@ -353,6 +372,9 @@ class _Load:
             self.held.loaded(self.filled)
         if "optimizer" in self.state:
             self.own.access.apply(content["optimizer"]["param_groups"], self.own.steps)
+            for shard in self.zeroed:
+                shard.memory.fill_(0)
+            self.report.zeroed = [shard.name for shard in self.zeroed]
             rng = content["rng"]
             _core.set_rng_state(rng["seed"], rng["next_stream"])
             generators.restore(rng.get("ranks", []))

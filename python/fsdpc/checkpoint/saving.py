@@ -18,7 +18,7 @@ from fsdpc import _core, distributed
 from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS
-from fsdpc.checkpoint.shards import Held, Shard, shards_of, states_of
+from fsdpc.checkpoint.shards import Held, Shard, residuals_of, shards_of, states_of
 from fsdpc.checkpoint.values import encode
 from fsdpc.distributed.agree import agree
 from fsdpc.optim.ema import Averages
@@ -143,7 +143,8 @@ def save(
     Notes
     -----
     The bytes of the tensor files do not depend on the number of ranks, the mesh, the strategy or
-    the frontend. Each rank's global random number states of Python, NumPy and torch are saved.
+    the frontend, except those of ``Compression(error_feedback=True)``. Each rank's global random
+    number states of Python, NumPy and torch are saved.
     Memory: one chunk or, with ``async_``, a copy of this rank's shards, reused by the next save.
     The first async save touches that memory for the first time, which takes seconds on a virtual
     machine whose host supplies memory page by page.
@@ -311,6 +312,7 @@ class _Plan:
         if state.get("optimizer") is not None:
             states = states_of(state["optimizer"], state["model"])
             self._add("optimizer", states.shards, None)
+            self._add("optimizer", residuals_of(held), None)
             self.describe({"optimizer": {
                 "class": states.access.kind,
                 "param_groups": states.groups,

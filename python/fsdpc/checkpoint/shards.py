@@ -145,6 +145,26 @@ def _(model: Module, write: bool) -> Held:
     return held
 
 
+RESIDUAL = "residual"
+
+
+def residuals_of(held: Held) -> list[Shard]:
+    """Return this rank's shards of what the units' messages left out.
+
+    Each tensor has a row per rank, in an array of hosts and their ranks: on other hosts, the
+    residuals are of other messages.
+    """
+    found = []
+    for u, (unit, _) in enumerate(held.units):
+        for i, memory in enumerate(unit.residuals):
+            if memory is not None:
+                world, n = distributed.world(), memory.numel()
+                shape = world.hosts, world.size // world.hosts, n
+                name = f"{u}.{i}.{RESIDUAL}"
+                found.append(Shard(name, shape, world.rank * n, n, memory, 0))
+    return found
+
+
 def parameter_shard(name: str, p: Any, write: bool) -> Shard:
     """Return this rank's shard of a native parameter, which may belong to a unit."""
     if p._unit is None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpc import _core
 from fsdpc.launching.screen import Screen, above, columns
+from fsdpc.monitor.compression import compression_report
 
 if TYPE_CHECKING:
     from fsdpc.cli.train import Trainer
@@ -76,6 +77,7 @@ class Progress:
             "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
             **({"loss_scale": t.scaler.get_scale()} if t.scaler else {}),
             **({"skipped": m["skipped"]} if m["skipped"] else {}),
+            **(compression_report(t.model).metrics() if t.options.compress else {}),
         })  # fmt: skip
         speed, share, left = "-", "-", "-"
         pace = self.rated_steps / self.rated_seconds if self.rated_steps else 0.0

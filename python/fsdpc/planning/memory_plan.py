@@ -201,6 +201,7 @@ class _PlannedUnit(NamedTuple):
     offload: dict[str, _core.Offload | None]
     gather_codec: str
     reduce_codec: str
+    error_feedback: bool
     encloses: bool  # or is the root
     keep_grads: bool
     rank_dependent: bool
@@ -435,6 +436,7 @@ def _sharded_units(model: Any, rules_of: dict[int, str]) -> list[_PlannedUnit]:
             offload=_sharded_offload(unit.offload),
             gather_codec=unit.gather_codec,
             reduce_codec=unit.reduce_codec,
+            error_feedback=unit.error_feedback,
             encloses=encloses,
             keep_grads=unit.keep_grads,
             rank_dependent=unit.rank_dependent,

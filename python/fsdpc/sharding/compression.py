@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 #: The engine's forms of numbers between hosts, besides "exact".
 FORMS = ("bf16", "fp16", "int8", "fp8", "int4")
-FIELDS = ("gather", "reduce")
+AXES = ("gather", "reduce")
+EVERY = 50  # steps between two measured ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +23,21 @@ class Compression:
         (half a byte); "fp8" is e4m3.
     reduce : {"bf16", "fp16", "int8", "fp8", "int4"}, optional
         The form in which reductions send a host's sums of gradients, whose blocks may cross rows.
+    error_feedback : bool, default False
+        Keep what a rank's sums lose in float32, and add it to its next sums. With n hosts, a rank
+        keeps n - 1 times the elements of its shard; on replicas, its part of the sums. Checkpoints
+        with an optimizer contain it.
+    budget : float, optional
+        The largest relative error, in (0, 1). Gathers or reductions of a unit with a larger one
+        send exact numbers until the next measured step. Rank 0 says so once.
+    every : int, default 50
+        How many optimizer steps pass from one measured step to the next; see
+        :func:`fsdpc.compression_report`. 0: none is measured.
 
     Raises
     ------
     ValueError
-        A form is unknown.
+        A form is unknown, or a number is out of range.
 
     Notes
     -----
@@ -54,17 +65,33 @@ class Compression:
 
     gather: str | None = None
     reduce: str | None = None
+    error_feedback: bool = False
+    budget: float | None = None
+    every: int = EVERY
 
     def __post_init__(self) -> None:
-        for name in FIELDS:
+        for name in AXES:
             form = getattr(self, name)
             if form is not None and form not in FORMS:
                 raise ValueError(f"{name}={form!r}: choose from {', '.join(FORMS)}")
+        if self.error_feedback and self.reduce is None:
+            raise ValueError("error_feedback=True keeps what reductions lose: give reduce a form")
+        if self.every != int(self.every) or not 0 <= self.every < 2**31:
+            raise ValueError(f"every={self.every!r} must be a number of steps, or 0")
+        if self.budget is not None and not (0 < self.budget < 1 and self.every):
+            raise ValueError(
+                f"budget={self.budget!r} with every={self.every}: a budget is a relative error "
+                "in (0, 1), and takes measured steps"
+            )
 
     def __str__(self) -> str:
         """Return this compression as the value of ``--compress`` in ``fsdpc train``."""
-        forms = [f"{name}={form}" for name in FIELDS if (form := getattr(self, name))]
-        return ",".join(forms) or "none"
+        given = [
+            f"{f.name}={'yes' if value is True else value}"
+            for f in fields(self)
+            if (value := getattr(self, f.name)) != f.default
+        ]
+        return ",".join(given) or "none"
 
     @classmethod
     def parse(cls, text: str) -> Compression:
@@ -75,13 +102,22 @@ class Compression:
         ValueError
             The text is not like ``gather=FORM,reduce=FORM``.
         """
-        fields = dict(part.partition("=")[::2] for part in text.split(","))
         if text == "none":
             return cls()
-        if set(fields) - set(FIELDS):
+        given: dict[str, Any] = dict(part.partition("=")[::2] for part in text.split(","))
+        numbers: dict[str, Any] = {"budget": float, "every": int}
+        try:
+            for name in numbers.keys() & given.keys():
+                given[name] = numbers[name](given[name])
+            if "error_feedback" in given:
+                given["error_feedback"] = {"yes": True, "no": False}[given["error_feedback"]]
+            if set(given) - {f.name for f in fields(cls)}:
+                raise KeyError
+        except (ValueError, KeyError):
             raise ValueError(f"{text!r}: say gather=FORM, reduce=FORM or both, with a comma; "
-                             f"FORM is one of {', '.join(FORMS)}")  # fmt: skip
-        return cls(**fields)
+                             f"FORM is one of {', '.join(FORMS)}; then error_feedback=yes, "
+                             "budget=NUMBER or every=STEPS if you like") from None  # fmt: skip
+        return cls(**given)
 
 
 def check_compression(compression: Any) -> None:
@@ -92,10 +128,22 @@ def check_compression(compression: Any) -> None:
         )
 
 
-def codecs(compression: Compression | None) -> dict[str, str]:
-    """Return a unit's forms by the engine's names."""
+def codecs(compression: Compression | None) -> dict[str, Any]:
+    """Return what decides about a unit's memory, by the engine's names."""
     given = compression or Compression()
-    return {f"{name}_codec": getattr(given, name) or "exact" for name in FIELDS}
+    forms = {f"{name}_codec": getattr(given, name) or "exact" for name in AXES}
+    return {**forms, "error_feedback": given.error_feedback}
+
+
+def unit_options(compression: Compression | None) -> dict[str, Any]:
+    """Return a unit's options."""
+    given = compression or Compression()
+    compressed = given.gather or given.reduce
+    return {
+        **codecs(compression),
+        "error_every": int(given.every) if compressed else 0,
+        "error_budget": given.budget or 0.0,
+    }
 
 
 def words(compression: Compression | None) -> str:

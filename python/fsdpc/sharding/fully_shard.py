@@ -16,7 +16,7 @@ from fsdpc import _core, distributed
 from fsdpc.distributed.agree import check_agreement
 from fsdpc.nn.module import Module, Parameter, mark_inside
 from fsdpc.sharding import offload, rules
-from fsdpc.sharding.compression import Compression, check_compression, codecs, words
+from fsdpc.sharding.compression import Compression, check_compression, unit_options, words
 from fsdpc.sharding.fsdp_module import FSDPModule
 from fsdpc.sharding.mesh import DeviceMesh
 from fsdpc.sharding.offload import OffloadPolicy
@@ -182,7 +182,7 @@ def _make_unit(
         deterministic=distributed.is_deterministic(),
         modules=len(modules),
         offload=offload.opened(offload_policy, where.comms[0]),
-        **codecs(compression),
+        **unit_options(compression),
     )
     for p in ignored:
         p._ignored = True

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdpc import _core, distributed
 from fsdpc.sharding import offload
-from fsdpc.sharding.compression import Compression, codecs
+from fsdpc.sharding.compression import Compression, unit_options
 from fsdpc.sharding.offload import OffloadPolicy
 from fsdpc.sharding.rules import Found, Inside, Placement
 from fsdpc.torch import _device
@@ -83,7 +83,7 @@ class Recipe:
             modules=len(self.modules),
             offload=offload.opened(self.offload, self.where.comms[0]),
             band_per_param=self.mesh is not None,
-            **codecs(self.compression),
+            **unit_options(self.compression),
         )
 
 
