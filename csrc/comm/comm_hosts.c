@@ -207,11 +207,12 @@ fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_con
 }
 
 size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, fsdpc_codec codec,
-                                      size_t buffer_bytes, int hosts, int local_size)
+                                      size_t buffer_bytes, size_t n_slices, int hosts,
+                                      int local_size)
 {
     size_t numel = buffer_bytes / fsdpc_dtype_bytes(dtype);
     fsdpc_hosts_staging_bytes staging =
-        fsdpc_hosts_staging_bytes_for(kind, dtype, codec, numel, hosts, local_size);
+        fsdpc_hosts_staging_bytes_for(kind, dtype, codec, numel, n_slices, hosts, local_size);
     return fsdpc_mem_counted(staging.here) + fsdpc_mem_counted(staging.there) +
            fsdpc_mem_counted(staging.all) + fsdpc_mem_counted(staging.codes);
 }

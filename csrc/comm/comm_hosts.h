@@ -21,7 +21,8 @@ fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
 /* Returns the number of extra bytes that each rank needs for sums in transit when a multi-host
  * group reduces a buffer. This memory is kept with the buffer and counted as REDUCE. */
 size_t fsdpc_comm_hosts_staging_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, fsdpc_codec codec,
-                                      size_t buffer_bytes, int hosts, int local_size);
+                                      size_t buffer_bytes, size_t n_slices, int hosts,
+                                      int local_size);
 
 /* Returns the length of the residual of a rank's messages (ops/codec.h) in a reduction of slices of
  * `numel` elements; 0 on one host. */

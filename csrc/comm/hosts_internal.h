@@ -187,7 +187,8 @@ fsdpc_status fsdpc_hosts_place_rows(const fsdpc_hosts_comm *self, const fsdpc_ho
 
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                                         fsdpc_codec codec, size_t numel,
-                                                        int n_hosts, int local_size);
+                                                        size_t n_slices, int n_hosts,
+                                                        int local_size);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances this rank's operations in flight in all groups except those set apart. A failure is

@@ -21,6 +21,9 @@
  * host adds its own sums as the others decode them. A NaN or an infinity stays one in every codec.
  * What a message leaves out may be kept, and added to the next message to the same host.
  *
+ * Copies. If a host has one rank, the sums are what its buffer holds. If they are wide and in one
+ * slice, they are sent from there; otherwise they are first copied into `here`.
+ *
  * Order. All ranks of a communicator post in the same order. An operation's first phase is posted
  * together with the operation. Later phases wait for messages, which may arrive in any order.
  * Second phases therefore use a separate communicator and are posted on it in the order of their
@@ -95,20 +98,38 @@ static size_t code_bytes(fsdpc_codec codec, fsdpc_dtype dtype, size_t numel)
     return codec == FSDPC_CODEC_EXACT ? 0 : fsdpc_codec_bytes(codec, &rows);
 }
 
+static bool is_in_buffer(fsdpc_dtype dtype, size_t n_slices, int local_size)
+{
+    return local_size == 1 && n_slices == 1 && dtype == wide(dtype);
+}
+
+/* Returns this host's sums for the local rank's peer on host `h`, or all of a REDUCE_ALL. */
+static unsigned char *sums_for(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op, int h)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    size_t element = fsdpc_dtype_bytes(wide(coll->dtype));
+    size_t at = coll->kind == FSDPC_COLL_REDUCE_ALL ? 0 : (size_t)h * sums_numel(coll);
+    if (!is_in_buffer(coll->dtype, coll->n_slices, self->local_size))
+        return op->here.data + at * element;
+    return coll->buffer->data + coll->offset + (coll->slices->unsharded_offset + at) * element;
+}
+
 /* Returns the memory that a rank needs to reduce `numel` elements. */
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                                         fsdpc_codec codec, size_t numel,
-                                                        int n_hosts, int local_size)
+                                                        size_t n_slices, int n_hosts,
+                                                        int local_size)
 {
     size_t element = fsdpc_dtype_bytes(wide(dtype)), hosts = (size_t)n_hosts;
     size_t share = numel / (hosts * (size_t)local_size);
+    bool copies = !is_in_buffer(dtype, n_slices, local_size);
     if (kind == FSDPC_COLL_REDUCE_SCATTER)
-        return (fsdpc_hosts_staging_bytes){.here = share * hosts * element,
+        return (fsdpc_hosts_staging_bytes){.here = copies ? share * hosts * element : 0,
                                            .there = share * (hosts - 1) * element,
                                            .codes =
                                                code_bytes(codec, dtype, share) * 2 * (hosts - 1)};
     size_t part = fsdpc_ceil_div(numel, (size_t)local_size);
-    return (fsdpc_hosts_staging_bytes){.here = numel * element,
+    return (fsdpc_hosts_staging_bytes){.here = copies ? numel * element : 0,
                                        .there = part * element * hosts,
                                        .all =
                                            local_size > 1 ? part * element * (size_t)local_size : 0,
@@ -130,8 +151,9 @@ static fsdpc_status take_staging(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     size_t numel = coll->buffer->bytes / fsdpc_dtype_bytes(coll->dtype);
-    fsdpc_hosts_staging_bytes need = fsdpc_hosts_staging_bytes_for(
-        coll->kind, coll->dtype, coll->codec, numel, self->n_hosts, self->local_size);
+    fsdpc_hosts_staging_bytes need =
+        fsdpc_hosts_staging_bytes_for(coll->kind, coll->dtype, coll->codec, numel, coll->n_slices,
+                                      self->n_hosts, self->local_size);
     FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->here, need.here));
     FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->there, need.there));
     FSDPC_TRY(fsdpc_hosts_staging_for(self, FSDPC_MEM_REDUCE, &op->all, need.all));
@@ -145,6 +167,7 @@ static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     FSDPC_TRY(slices_of_host(self, op));
     FSDPC_TRY(take_staging(self, op));
     fsdpc_coll sums = *coll;
+    sums.agree_only = is_in_buffer(coll->dtype, coll->n_slices, self->local_size);
     sums.stream = NULL;
     sums.codec = FSDPC_CODEC_EXACT;
     sums.slices = op->slices;
@@ -228,7 +251,7 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         if (h == self->this_host)
             continue;
         size_t i = (size_t)peer++;
-        unsigned char *to = op->there.data + i * bytes, *from = op->here.data + (size_t)h * bytes;
+        unsigned char *to = op->there.data + i * bytes, *from = sums_for(self, op, h);
         if (is_coded(coll)) {
             FSDPC_TRY(encode_sums(self, op, i, numel, from, &from));
             to = message_at(op, i, numel);
@@ -260,7 +283,7 @@ static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
     lane_part part = part_of(self, coll);
-    unsigned char *own = op->here.data + part.first * fsdpc_dtype_bytes(wide(coll->dtype));
+    unsigned char *own = sums_for(self, op, 0) + part.first * fsdpc_dtype_bytes(wide(coll->dtype));
     unsigned char *from = own;
     if (is_coded(coll)) { /* every host adds what all hosts get from this one */
         FSDPC_TRY(encode_sums(self, op, 0, part.numel, own, &from));
@@ -306,7 +329,7 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     const unsigned char *sums[FSDPC_COLL_MAX_RANKS];
     size_t bytes = sums_numel(coll) * fsdpc_dtype_bytes(wide(coll->dtype));
     for (int h = 0, came = 0; h < self->n_hosts; h++) {
-        sums[h] = op->here.data + (size_t)h * bytes;
+        sums[h] = sums_for(self, op, h);
         if (h == self->this_host)
             continue;
         unsigned char *theirs = op->there.data + (size_t)came * bytes;
@@ -333,7 +356,7 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     lane_part part = part_of(self, &op->work->op);
     const void *srcs[FSDPC_COLL_MAX_RANKS];
     for (int h = 0, came = 0; h < self->n_hosts; h++) {
-        srcs[h] = op->here.data + part.first * fsdpc_dtype_bytes(dtype);
+        srcs[h] = sums_for(self, op, 0) + part.first * fsdpc_dtype_bytes(dtype);
         if (h == self->this_host)
             continue;
         unsigned char *theirs = op->there.data + (size_t)h * part.bytes;

@@ -23,6 +23,7 @@ typedef struct unit_sizes {
     size_t codes;                                    /* bytes that a gather with a codec needs */
     int n_trained;                                   /* flat groups; at most one for each dtype */
     fsdpc_dtype dtypes[N_STAGES][FSDPC_DTYPE_COUNT]; /* of their sums */
+    size_t n_bands[FSDPC_DTYPE_COUNT];
     bool fills_shard; /* it needs no buffer: kernels fill its gradient shard */
 } unit_sizes;
 
@@ -208,6 +209,7 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
         p->contribution[stage] = fsdpc_max_size(p->contribution[stage], sent);
         sizes->dtypes[stage][sizes->n_trained] = dtypes[stage];
     }
+    sizes->n_bands[sizes->n_trained] = group->n_bands;
     sizes->buffer[FIRST] += plan.reduce_bytes;
     sizes->buffer[SECOND] += plan.partial_bytes;
     sizes->n_trained++;
@@ -318,7 +320,8 @@ static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t
         return 0;
     return fsdpc_comm_hosts_staging_bytes(
         over_replicas ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER, sizes->dtypes[stage][g],
-        p->units[unit].settings.reduce_codec, buffer_bytes, group.hosts, group.local_size);
+        p->units[unit].settings.reduce_codec, buffer_bytes, stage == FIRST ? sizes->n_bands[g] : 1,
+        group.hosts, group.local_size);
 }
 
 static fsdpc_status emit_buffers(const planner *p, const char *name, size_t bytes, size_t count,

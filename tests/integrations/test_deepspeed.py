@@ -244,10 +244,14 @@ def test_what_scripts_ask_an_engine() -> None:
 
 
 @pytest.mark.ranks(1)
-def test_quantised_weights_compress_gathers() -> None:
+def test_quantised_communication_is_compression() -> None:
     zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2}
     engine = engine_of(BASE | {"zero_optimization": zero})
-    assert {each.unit.gather_codec for each in states_of(engine)} == {"int8"}
+    units = [each.unit for each in states_of(engine)]
+    assert {(unit.gather_codec, unit.reduce_codec) for unit in units} == {("int8", "exact")}
+    engine = engine_of(BASE | {"zero_optimization": {**zero, "zero_quantized_gradients": True}})
+    units = [each.unit for each in states_of(engine)]
+    assert {(unit.gather_codec, unit.reduce_codec) for unit in units} == {("int8", "int8")}
 
 
 @pytest.mark.ranks(1)
@@ -262,8 +266,8 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             "super_offload",
         ),
         (
-            {"zero_optimization": {"zero_quantized_gradients": True}},
-            "zero_quantized_gradients': True",
+            {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+            "zero_quantized_nontrainable_weights': True",
         ),
         ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size"),
         ({"elasticity": {"enabled": True}}, "'elasticity'"),

@@ -169,11 +169,15 @@ KEYS: dict[str, Key] = {
     "zero_optimization.zero_quantized_weights": _used(
         "`compression=Compression(gather=\"int8\")`, which says what is rounded"
     ),
-    "zero_optimization.zero_quantized_gradients": _refused("communication is not quantised"),
-    "zero_optimization.zero_quantized_nontrainable_weights": _refused(
-        "communication is not quantised"
+    "zero_optimization.zero_quantized_gradients": _used(
+        "`compression=Compression(reduce=\"int8\")`: a host's sums are encoded once"
     ),
-    "zero_optimization.zeropp_loco_param": _refused("communication is not quantised"),
+    "zero_optimization.zero_quantized_nontrainable_weights": _refused(
+        "`zero_quantized_weights` is for all weights"
+    ),
+    "zero_optimization.zeropp_loco_param": _refused(
+        "call `fully_shard(compression=Compression(error_feedback=True, ...))`"
+    ),
     "aio": _nothing(_RING),
     "prescale_gradients": _nothing("sums are in fp32 and scaled once"),
     "gradient_predivide_factor": _nothing("sums are in fp32 and scaled once"),

@@ -211,8 +211,12 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
     if tiers:
         ratio = float(said.get("zero_optimization.offload_optimizer.ratio", 1.0))
         options["offload_policy"] = OffloadPolicy(**tiers, fraction=ratio if "path" in tiers else 1)
-    if said.get("zero_optimization.zero_quantized_weights"):
-        options["compression"] = Compression(gather="int8")
+    gather, reduce = (
+        "int8" if said.get(f"zero_optimization.zero_quantized_{what}") else None
+        for what in ("weights", "gradients")
+    )
+    if gather or reduce:
+        options["compression"] = Compression(gather=gather, reduce=reduce)
     return options
 
 
