@@ -49,7 +49,7 @@ static void key_streams(const fsdpc_unit *unit, uint64_t *next_stream)
     uint64_t rank = (uint64_t)mesh->shard->rank;
     if (mesh->replicate)
         rank += (uint64_t)mesh->replicate->rank * (uint64_t)mesh->shard->size;
-    uint64_t contribution = root->step_forwards++ * (uint64_t)fsdpc_mesh_ranks(mesh) + rank;
+    uint64_t contribution = root->step_forwards++ * (uint64_t)fsdpc_mesh_size(mesh) + rank;
     *next_stream = root->step_streams + (contribution << 20);
 }
 

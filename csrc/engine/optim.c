@@ -51,6 +51,11 @@ void fsdpc_optim_destroy(fsdpc_optim *optim)
     fsdpc_optim_host_destroy(optim);
     fsdpc_optim_matrix_destroy(optim);
     fsdpc_optim_factored_destroy(optim);
+    if (optim->outer) {
+        fsdpc_buffer_destroy(optim->outer->buffer);
+        fsdpc_device_free(optim->device, optim->outer->means);
+    }
+    free(optim->outer);
     free(optim->units);
     free(optim->order);
     free(optim->hypers);

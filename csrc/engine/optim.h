@@ -25,6 +25,7 @@
 #include "engine/factors.h"
 #include "engine/state_format.h"
 #include "engine/unit.h"
+#include "ops/codec.h"
 #include "ops/flat_step.h"
 
 typedef struct fsdpc_optim fsdpc_optim;
@@ -69,6 +70,18 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
 fsdpc_status fsdpc_optim_step_whole_alone(fsdpc_optim *optim, int group,
                                           const fsdpc_step_args *args, const char *name, int ndim,
                                           const size_t *shape, fsdpc_stream *stream);
+
+/* -- outer steps of replicas that train apart (optim_outer.h) ----------------------------------- */
+
+/* Makes the replicas of all units of an optimizer of kind OUTER train apart, and copies the masters
+ * to the anchors. Call it after adding parameters and before the first forward. All units have the
+ * same replicas, on CPUs, with masters, gradients and states in memory. `codec`: the form of
+ * differences between hosts. */
+fsdpc_status fsdpc_optim_outer_begin(fsdpc_optim *optim, fsdpc_codec codec);
+
+/* Chooses the hyper-parameter group that the following steps are of. These are collective over
+ * replicas too. */
+fsdpc_status fsdpc_optim_outer_choose(fsdpc_optim *optim, int group);
 
 /* -- captured steps ---------------------------------------------------------------------------- */
 

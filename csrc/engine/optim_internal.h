@@ -41,6 +41,15 @@ typedef struct unit_states {
     const double *scale_at; /* a further factor in device memory; NULL: none */
 } unit_states;
 
+/* Written by optim_outer.c. */
+typedef struct fsdpc_optim_outer {
+    fsdpc_codec codec;
+    int group;            /* the hyper-parameter group that steps */
+    fsdpc_comm *comm;     /* the replicas */
+    fsdpc_buffer *buffer; /* a unit's differences; NULL before the first outer step */
+    unsigned char *means; /* and their means over the replicas */
+} fsdpc_optim_outer;
+
 struct fsdpc_optim {
     fsdpc_optim_kind kind;
     fsdpc_device *device;
@@ -70,6 +79,7 @@ struct fsdpc_optim {
     _Atomic int exports;            /* tensors on its states; relaxed: their owners hold a lock */
     fsdpc_optim_matrix *matrix;     /* for matrix rules; NULL before their first step */
     fsdpc_optim_factored *factored; /* for Adafactor; NULL before its first step */
+    fsdpc_optim_outer *outer;       /* for outer steps; NULL for other kinds */
     fsdpc_backward_steps *backward_steps; /* NULL: steps are not inside backward */
     bool in_backward;                     /* the running step is */
 };
@@ -106,10 +116,10 @@ static inline int fsdpc_optim_states_of(const fsdpc_optim *optim, const unit_sta
     return fsdpc_optim_states(fsdpc_optim_kind_of(optim, group), hyper);
 }
 
-/* Returns whether steps read gradients: those of averages (EMA) do not. */
+/* Returns whether steps read gradients: those of averages (EMA) and outer steps do not. */
 static inline bool fsdpc_optim_reads_gradients(const fsdpc_optim *optim)
 {
-    return optim->kind != FSDPC_OPTIM_EMA;
+    return optim->kind != FSDPC_OPTIM_EMA && optim->kind != FSDPC_OPTIM_OUTER;
 }
 
 /* Returns whether the step exchanges parameters and averages. All groups do alike. */
@@ -121,7 +131,7 @@ static inline bool fsdpc_optim_swaps(const fsdpc_optim *optim)
 /* Returns whether the step changes parameters. If it does not, it involves no peers. */
 static inline bool fsdpc_optim_writes(const fsdpc_optim *optim)
 {
-    return fsdpc_optim_reads_gradients(optim) || fsdpc_optim_swaps(optim);
+    return optim->kind != FSDPC_OPTIM_EMA || fsdpc_optim_swaps(optim);
 }
 
 /* The memory of one state of a parameter at a position in the shard. */

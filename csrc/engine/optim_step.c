@@ -38,6 +38,7 @@
 #include "engine/optim_host.h"
 #include "engine/optim_factored.h"
 #include "engine/optim_matrix.h"
+#include "engine/optim_outer.h"
 #include "ops/flat_ops.h"
 
 /* The part of a band's slice that a single kernel call updates. */
@@ -65,7 +66,7 @@ static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t e
     return extent ? bring(extent, at, end, out) : FSDPC_OK;
 }
 
-/* Averages do not read it, and get the parameter itself. */
+/* Averages do not read it, and get the parameter itself; outer steps get the mean difference. */
 static fsdpc_status locate_gradient(const fsdpc_optim *optim, const fsdpc_unit_group *group,
                                     size_t at, size_t *end, fsdpc_step_args *args)
 {
@@ -73,6 +74,8 @@ static fsdpc_status locate_gradient(const fsdpc_optim *optim, const fsdpc_unit_g
     if (fsdpc_optim_reads_gradients(optim))
         FSDPC_TRY(locate(group->grad_extent, group->grad, fsdpc_dtype_bytes(group->grad_dtype), at,
                          end, &grad));
+    else if (optim->outer)
+        grad = fsdpc_optim_outer_mean(optim, group, at);
     else
         args->grad_dtype = args->param_dtype;
     args->grad = grad;
@@ -123,6 +126,8 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         args.copy_in = fsdpc_unsharded_own_slice(unit, group, band, part.begin);
     rest->begin = part.end;
     rest->first += args.numel;
+    if (optim->outer)
+        return fsdpc_optim_outer_run(optim, own->group, &args);
     fsdpc_device *device = on_host ? optim->device->host : optim->device;
     return fsdpc_optim_step_alone(optim, own->group, &args, fsdpc_device_main(device));
 }
@@ -419,6 +424,8 @@ static bool is_stepped(const fsdpc_optim *optim, const unit_states *states, int 
 {
     const fsdpc_unit *unit = states->unit;
     const param_states *own = &states->params[param];
+    if (optim->outer)
+        return fsdpc_optim_outer_steps(optim, own);
     if (own->group < 0 || fsdpc_optim_reads_gradients(optim))
         return own->group >= 0 && fsdpc_grad_exists(unit, param);
     bool begins = !fsdpc_optim_swaps(optim) && unit->trainable[param];
@@ -433,8 +440,8 @@ static fsdpc_status check_swapped(const fsdpc_optim *optim, const fsdpc_unit *un
                       "the parameters of unit '%s' are exchanged for their averages: leave the "
                       "EMA's swap() before %s",
                       unit->name,
-                      fsdpc_optim_reads_gradients(optim) ? "an optimizer steps them"
-                                                         : "another swap() or update()");
+                      optim->kind == FSDPC_OPTIM_EMA ? "another swap() or update()"
+                                                     : "an optimizer steps them");
 }
 
 /* Decides which parameters are stepped, with which scale, and which units wait; later changes to
@@ -484,6 +491,8 @@ static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
     for (int i = 0; i < optim->n_units; i++) {
         const unit_states *states = &optim->units[optim->order[i]];
         *waits_out |= states->waits;
+        if (optim->outer && (status = fsdpc_optim_outer_meet(optim, states)) != FSDPC_OK)
+            return give_up(optim, status);
         if (!states->waits)
             FSDPC_TRY(step_unit(optim, states));
     }

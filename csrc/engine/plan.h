@@ -16,6 +16,8 @@
 typedef struct fsdpc_mesh {
     fsdpc_comm *shard;
     fsdpc_comm *replicate;
+    bool apart; /* replicas meet only in outer steps (optim_outer.h): between them, each shard group
+                 * trains as if it had no replicas */
 } fsdpc_mesh;
 
 /* Which of a unit's arrays are in a file, with the fraction (0 to 1) at the end of each that is
@@ -52,16 +54,22 @@ static inline fsdpc_status fsdpc_plan_check_codec(const fsdpc_device *device, co
                       unit);
 }
 
+/* Returns the number of ranks in the mesh. */
+static inline int fsdpc_mesh_size(const fsdpc_mesh *mesh)
+{
+    return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
+}
+
 /* Returns the number of ranks that contribute to a unit's gradients. */
 static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)
 {
-    return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
+    return mesh->apart ? mesh->shard->size : fsdpc_mesh_size(mesh);
 }
 
 /* Returns whether several shard groups have the same contents, each in separate memory. */
 static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
 {
-    return mesh->replicate && mesh->replicate->size > 1;
+    return mesh->replicate && mesh->replicate->size > 1 && !mesh->apart;
 }
 
 /* One flat group, with dtypes from the policy in `options`. */

@@ -120,7 +120,8 @@ destroy:
 
 static bool has_mesh(const fsdpc_unit *unit, const fsdpc_mesh *mesh)
 {
-    return unit->mesh.shard == mesh->shard && unit->mesh.replicate == mesh->replicate;
+    return unit->mesh.shard == mesh->shard && unit->mesh.replicate == mesh->replicate &&
+           unit->mesh.apart == mesh->apart;
 }
 
 /* Creates a root for each mesh, in the order of their first units, which all ranks share.

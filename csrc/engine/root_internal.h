@@ -74,9 +74,9 @@ struct fsdpc_root {
     fsdpc_unit **units; /* in module order */
     int n_units;
     fsdpc_comm *comm;        /* the shard group */
-    fsdpc_comm *replicate;   /* NULL without replicas */
+    fsdpc_comm *replicate;   /* NULL without replicas, or if they train apart */
     fsdpc_comm *reduce_comm; /* owns the buffers that gradients fill */
-    int ranks;               /* ranks in the mesh; a single rank does not communicate */
+    int ranks;               /* ranks that share gradients; a single rank does not communicate */
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_param_buffer *param_buffer;

@@ -175,11 +175,18 @@ const fsdpc_optim_row fsdpc_optim_table[FSDPC_OPTIM_KINDS] = {
                          .states = {"average"},
                          .rule = ema_rule,
                          .scalars = ema_scalars},
+    [FSDPC_OPTIM_OUTER] = {.name = "Outer",
+                           .hypers = "lr momentum nesterov ",
+                           .states = {"anchor", "outer_momentum"},
+                           .rule = sgd_rule,
+                           .scalars = sgd_scalars,
+                           .refuse = sgd_refuse},
 };
 
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
 {
-    return fsdpc_rule_states(fsdpc_optim_table[kind].rule(hyper));
+    int anchors = kind == FSDPC_OPTIM_OUTER ? 1 : 0; /* which its rule does not see */
+    return anchors + fsdpc_rule_states(fsdpc_optim_table[kind].rule(hyper));
 }
 
 int fsdpc_optim_find(const char *name)

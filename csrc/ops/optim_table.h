@@ -19,6 +19,7 @@
  *              p -= lr decay p;  p -= lr update(b or b'), of whole matrices
  *     OrthogonalSGD  the same with another update
  *     EMA      a = decay a + (1 - decay) p, or p the first time;  swap: a and p are exchanged
+ *     Outer    a is stepped as by SGD, with the mean over replicas of a - p as g;  p = a
  *
  *     Adafactor  w = step^beta2_decay;  r, c = means of g^2 by row and by column, each moved by w;
  *              u = g / max(sqrt(r c / max(mean(r), eps1)), eps1);  or, for vectors, v moved to g^2
@@ -26,7 +27,8 @@
  *              p -= max(eps2, rms(p)) min(lr, 1 / sqrt(step)) / max(1, rms(u) / d) u
  *
  * Muon and OrthogonalSGD are matrix rules: matrix_rules.h has their updates. Adafactor's step is in
- * engine/optim_factored.h. EMA reads no gradient; its arithmetic is that of torch.lerp.
+ * engine/optim_factored.h. EMA reads no gradient; its arithmetic is that of torch.lerp. Outer's step is
+ * in engine/optim_outer.h; its rule is that of the SGD inside.
  */
 #ifndef FSDPC_OPS_OPTIM_TABLE_H
 #define FSDPC_OPS_OPTIM_TABLE_H
@@ -47,6 +49,7 @@ typedef enum fsdpc_optim_kind {
     FSDPC_OPTIM_ORTHOGONAL_SGD,
     FSDPC_OPTIM_ADAFACTOR,
     FSDPC_OPTIM_EMA,
+    FSDPC_OPTIM_OUTER,
     FSDPC_OPTIM_KINDS
 } fsdpc_optim_kind;
 

@@ -65,6 +65,7 @@ from fsdpc.distributed import (
 from fsdpc.nn.module import deferred_init
 from fsdpc.nn.parameter import full_grad, full_tensor
 from fsdpc.optim.ema import EMA
+from fsdpc.optim.outer import Outer
 from fsdpc.planning.estimate import TrainingCost, estimate, estimate_activations, training_cost
 from fsdpc.planning.memory_plan import MemoryPlan, memory_plan
 from fsdpc.planning.schedule import Schedule, schedule
@@ -199,10 +200,10 @@ __all__ = [
     "is_initialized", "launch", "linspace", "local_rank", "loggers", "lr_scheduler",
     "manual_seed", "memory_plan", "memory_stats", "MemoryPlan", "MismatchError",
     "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads", "OffloadPolicy", "ones",
-    "ones_like", "optim", "PeerError", "PerformanceTracker", "plan", "PlanOptions", "Plans",
-    "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn", "randn_like",
-    "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
-    "set_default_device", "set_num_threads", "sharding_layout", "ShardingLayout",
+    "ones_like", "optim", "Outer", "PeerError", "PerformanceTracker", "plan", "PlanOptions",
+    "Plans", "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn",
+    "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule",
+    "schedule", "set_default_device", "set_num_threads", "sharding_layout", "ShardingLayout",
     "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
     "Stabilized", "StabilizerOptions", "summon_full_params", "tensor", "Tensor", "tile_tokens",
     "training_cost", "TrainingCost", "TrainingStabilizer", "uint8", "world_size", "wrap",

@@ -2290,6 +2290,9 @@ class Unit:
     def mesh_shape(self) -> tuple[int, int]:
         """(number of replicas, ranks per shard group)."""
     @property
+    def apart(self) -> bool:
+        """Whether its replicas train apart, and meet only in outer steps."""
+    @property
     def comms(self) -> list[Comm]:
         """[shard group], or [shard group, replicas]."""
     def call(
@@ -2375,6 +2378,10 @@ class Optimizer:
         """Set a group's options after checking them; options that are omitted become 0."""
     def step(self) -> None:
         """Make one update; collective."""
+    def outer_begin(self, codec: str, /) -> None:
+        """Make replicas train apart, with outer steps by this optimizer of kind "Outer"."""
+    def outer_step(self, group: int, /) -> None:
+        """Step the anchors of one group, and set the parameters to them; collective."""
     def step_in_backward(self, refresh: Callable[[], None] | None, /) -> None:
         """Step units inside backward, and call ``refresh`` before each; None: after backward."""
     def step_alone(

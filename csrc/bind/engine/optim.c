@@ -229,6 +229,24 @@ static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_none(status);
 }
 
+static PyObject *optimizer_outer_begin(PyObject *object, PyObject *arg)
+{
+    fsdpc_codec codec;
+    const char *name = PyUnicode_AsUTF8(arg);
+    if (!name || fsdpc_py_check(fsdpc_codec_find(name, &codec)) < 0)
+        return NULL;
+    return fsdpc_py_none(fsdpc_optim_outer_begin(((py_optimizer *)object)->optim, codec));
+}
+
+static PyObject *optimizer_outer_step(PyObject *object, PyObject *arg)
+{
+    int group = (int)PyLong_AsLong(arg);
+    if ((group == -1 && PyErr_Occurred()) ||
+        fsdpc_py_check(fsdpc_optim_outer_choose(((py_optimizer *)object)->optim, group)) < 0)
+        return NULL;
+    return optimizer_step(object, NULL);
+}
+
 static fsdpc_status call_refresh(void *arg)
 {
     py_optimizer *self = arg;
@@ -543,6 +561,8 @@ static PyMethodDef optimizer_methods[] = {
     FSDPC_PY_METHOD(Optimizer, check, optimizer_check, METH_VARARGS | METH_KEYWORDS),
     FSDPC_PY_METHOD(Optimizer, set_hyper, optimizer_set_hyper, METH_VARARGS | METH_KEYWORDS),
     FSDPC_PY_METHOD(Optimizer, step, optimizer_step, METH_NOARGS),
+    FSDPC_PY_METHOD(Optimizer, outer_begin, optimizer_outer_begin, METH_O),
+    FSDPC_PY_METHOD(Optimizer, outer_step, optimizer_outer_step, METH_O),
     FSDPC_PY_METHOD(Optimizer, step_in_backward, optimizer_step_in_backward, METH_O),
     FSDPC_PY_METHOD(Optimizer, step_alone, optimizer_step_alone, METH_VARARGS),
     FSDPC_PY_METHOD(Optimizer, state_names, optimizer_state_names, METH_O),

@@ -238,6 +238,8 @@ static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
     return Py_BuildValue("ii", mesh->replicate ? mesh->replicate->size : 1, mesh->shard->size);
 }
 
+FSDPC_PY_GETTER(get_apart, PyBool_FromLong(fsdpc_unit_mesh(unit_of(object))->apart))
+
 static PyObject *get_comms(PyObject *object, void *Py_UNUSED(unused))
 {
     PyObject *const *comms = ((fsdpc_py_unit *)object)->ref->comms;
@@ -355,6 +357,7 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FSDPC_PY_ATTRIBUTE(Unit, residuals, get_residuals, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, gather_bytes, get_gather_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, apart, get_apart, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, comms, get_comms, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, state, get_state, NULL),
     {NULL, NULL, NULL, NULL, NULL},

@@ -33,7 +33,7 @@ _OF_MATRICES = ("muon", "orthogonalsgd")
 STATES = {
     name.lower(): states
     for name, (_, states) in _core.optimizers().items()
-    if name.lower() not in (*_OF_MATRICES, "ema")
+    if name.lower() not in (*_OF_MATRICES, "ema", "outer")
 }
 
 
