@@ -159,6 +159,34 @@ def test_accumulation_and_deterministic_mode() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_loss_scalers_of_replicas_skip_together() -> None:
+    fsdpc.manual_seed(0)
+    model = fsdpc.fully_shard(nn.Linear(8, 4), mesh=fsdpc.init_device_mesh("cpu", (2, 1)))
+    optimizer = fsdpc.optim.SGD(model.parameters(), lr=0.1)
+    rounds, scaler = fsdpc.Outer(model, every=2), fsdpc.amp.LossScaler(3, hysteresis=1)
+    before = parameters(model)
+    for infinite in (True, False):
+        loss = model(fsdpc.ones(1, 8)).sum()
+        if infinite and fsdpc.rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert (parameters(model)["bias"] == before["bias"]).all() == infinite
+    rounds.step()
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.ranks(2)
+def test_audits_are_refused() -> None:
+    model = fsdpc.fully_shard(nn.Linear(8, 4), mesh=fsdpc.init_device_mesh("cpu", (2, 1)))
+    fsdpc.Outer(model, every=2)
+    with pytest.raises(NotImplementedError, match="whose replicas train apart"):
+        fsdpc.audit(model, every=1)
+
+
+@pytest.mark.ranks(2)
 def test_the_step_is_the_definition() -> None:
     """In float64, with numbers of the paper's update written out."""
     fsdpc.manual_seed(3)

@@ -156,6 +156,11 @@ class Auditor:
     def _watch(self) -> None:
         """Hook the next unit's gradients in every micro-step of the next step."""
         held = self._units[self.checks % len(self._units)]
+        if held[0].unit.apart:
+            raise NotImplementedError(
+                f"an audit of '{held[0].unit.name}', whose replicas train apart: audit before "
+                "making the Outer"
+            )
         held[0].unit.refuse_stepped()  # its gradients do not outlive backward
         for one in held:
             if self._native:

@@ -71,10 +71,7 @@ class Rounds:
             end = (group + 1) * self.every // self.groups
             if self.calls % self.every == end % self.every:
                 self._refuse_unfrozen()
-                self._end_round(group)
-
-    def _end_round(self, group: int) -> None:
-        raise NotImplementedError
+                self.optimizer.end_round(group, self.options())
 
     def _place(self, p: Any) -> tuple[_core.Unit, int]:
         """Return a parameter's unit and its index there."""
@@ -249,9 +246,6 @@ class Outer(Rounds):
 
     def _place(self, p: Parameter) -> tuple[_core.Unit, int]:
         return p._unit, p._index
-
-    def _end_round(self, group: int) -> None:
-        self.optimizer.end_round(group, self.options())
 
 
 __all__ = ["Outer"]

@@ -188,6 +188,8 @@ class LossScaler:
         if units and any(p._unit is None and p.requires_grad for p in params):
             apart = bool(distributed.all_reduce(int(apart), "max"))  # ignored ones may differ
         found = found or apart
+        if any(u.apart for u in units):  # replicas skip steps together
+            found = bool(distributed.all_reduce(int(found), "max"))
         self._found = self._found or found
         self._stepped.append(optimizer)
         if not found:

@@ -31,6 +31,7 @@ from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from fsdpc.torch.kernels import KernelLinear, use_kernels
 from fsdpc.torch.loss import linear_cross_entropy
 from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdpc.torch.outer import Outer
 from fsdpc.torch.plan import shard_by_plan
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import (
@@ -47,14 +48,15 @@ __all__ = [
     "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "Compression", "DistributedDataParallel",
     "EMA", "FSDPModule", "FullOptimStateDictConfig", "FullStateDictConfig",
     "FullyShardedDataParallel", "KernelLinear", "MixedPrecision", "MixedPrecisionPolicy",
-    "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
-    "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
-    "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "install",
-    "linear_cross_entropy", "optim", "register_fsdp_forward_method", "set_model_state_dict",
-    "set_optimizer_state_dict", "shard_by_plan", "share_comm_ctx", "sharded_grad_scaler",
-    "size_based_auto_wrap_policy", "summon_full_params", "tile_tokens",
-    "transformer_auto_wrap_policy", "uninstall", "use_kernels", "wrap",
+    "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "Outer",
+    "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
+    "StateDictSettings", "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad",
+    "fully_shard", "fully_sharded_data_parallel", "get_model_state_dict",
+    "get_optimizer_state_dict", "install", "linear_cross_entropy", "optim",
+    "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
+    "shard_by_plan", "share_comm_ctx", "sharded_grad_scaler", "size_based_auto_wrap_policy",
+    "summon_full_params", "tile_tokens", "transformer_auto_wrap_policy", "uninstall", "use_kernels",
+    "wrap",
 ]  # fmt: skip
 
 

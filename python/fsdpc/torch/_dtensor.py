@@ -257,7 +257,7 @@ def _unflatten(kind: type, inner: Any, context: Any, size: Any, stride: Any) -> 
 
 
 class _Averaged(torch.autograd.Function):
-    """The identity function, whose gradient is the average over ranks.
+    """The identity function, whose gradient is the average over the ranks that share gradients.
 
     Ranks' losses may differ, as those of their batches do; torch's DTensor would take the gradient
     of each rank's own loss for its rows.
@@ -272,7 +272,7 @@ class _Averaged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         total = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
         total = total.contiguous()
-        for comm in ctx.state.comms:
+        for comm in ctx.state.comms[: 1 if ctx.state.unit.apart else None]:
             if comm.size > 1:
                 comm.all_reduce(_device.to_engine(total), "sum")
                 total /= comm.size

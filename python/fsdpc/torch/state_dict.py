@@ -321,29 +321,32 @@ def set_model_state_dict(
     return None
 
 
-def _broadcast(state: UnitState, value: torch.Tensor) -> None:
-    """Broadcast rank 0's value to every rank, as bytes."""
+def _broadcast(
+    state: UnitState, value: torch.Tensor, comms: Sequence[Any] | None = None
+) -> None:
+    """Broadcast rank 0's value to every rank of the communicators, by default all, as bytes."""
     if value.numel():
         flat = _device.to_engine(value.detach().reshape(-1).view(torch.uint8))
-        for comm in reversed(state.comms):
+        for comm in reversed(state.comms if comms is None else comms):
             comm.broadcast(flat, 0)
 
 
 def sync_buffers(state: UnitState, buffers: Sequence[torch.Tensor]) -> None:
-    """Broadcast rank 0's buffers to every rank, in one message per dtype and device.
+    """Broadcast rank 0's buffers to the ranks that share gradients, per dtype and device.
 
     The buffers' version counters do not change, as with torch's DDP, because a pending backward may
     have saved the buffers.
     """
-    if all(comm.size == 1 for comm in state.comms):
+    comms = state.comms[: 1 if state.unit.apart else None]
+    if all(comm.size == 1 for comm in comms):
         return
     alike: dict[Any, list[torch.Tensor]] = {}
     for buffer in buffers:
         alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for same in alike.values():
         flat = torch.cat([b.detach().reshape(-1) for b in same]).to(_device.home())
-        _broadcast(state, flat)
-        if _rank([state]) != 0:
+        _broadcast(state, flat, comms)
+        if max(comm.rank for comm in comms) != 0:
             values = flat.to(same[0].device).split([b.numel() for b in same])
             versions = tuple(b._version for b in same)
             with torch.no_grad():
