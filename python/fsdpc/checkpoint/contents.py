@@ -79,7 +79,8 @@ class CheckpointInfo:
     model, optimizer : str or None
         Class names; None if not saved, and in files from other libraries.
     states : tuple of str
-        Other contents: ``"ema"``, ``"scheduler"``, ``"scaler"``, ``"data"``, ``"rng"``.
+        Other contents: ``"ema"``, ``"outer"``, ``"scheduler"``, ``"scaler"``, ``"data"``,
+        ``"rng"``.
     extra : any
         The value saved as ``"extra"``.
     tensors : tuple of TensorInfo
@@ -193,6 +194,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
     source = open_source(Path(path))
     content = source.content
     extra = decode(content.get("extra"))
+    others = ("ema", "outer", "scheduler", "scaler", "data", "rng")
     return CheckpointInfo(
         path=Path(path),
         step=manifest.step_of(content),
@@ -201,7 +203,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         meshes=tuple((m["replicate"], m["shard"]) for m in content.get("meshes", [])),
         model=None if (name := content.get("model_class")) == "NoneType" else name,
         optimizer=content.get("optimizer", {}).get("class"),
-        states=tuple(k for k in ("ema", "scheduler", "scaler", "data", "rng") if k in content),
+        states=tuple(kind for kind in others if kind in content),
         extra=extra,
         tensors=tuple(
             TensorInfo(kind, name, t.dtype, t.shape, t.nbytes, t.file, t.crc)

@@ -28,8 +28,8 @@ from fsdpc.checkpoint.schema import FILE_DTYPES
 from fsdpc.checkpoint.shards import Shard
 from fsdpc.checkpoint.source import Source, damaged, open_source
 
-_KEPT = ("optimizer", "ema", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",
-         "meshes", "strategies", "units", "model_class", "codes", "base")  # fmt: skip
+_KEPT = ("optimizer", "ema", "outer", "scheduler", "scaler", "data", "rng", "aliases", "extra",
+         "world", "meshes", "strategies", "units", "model_class", "codes", "base")  # fmt: skip
 _BY_FILE = {file: name for name, file in FILE_DTYPES.items()}
 _NORESERVE = 0x4000  # in mmap since Python 3.13: allows a mapping to exceed the memory
 

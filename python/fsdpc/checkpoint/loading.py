@@ -15,6 +15,7 @@ from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
+from fsdpc.checkpoint.replicas import MASTER, Replicas, check, is_outer, saved_of
 from fsdpc.checkpoint.schema import FLOATS
 from fsdpc.checkpoint.shards import (
     RESIDUAL,
@@ -172,12 +173,14 @@ class _Load:
         self.zeroed: list[Shard] = []
         self.wrong: list[str] = []
         self.differ: list[tuple[str, str, str]] = []  # name, saved value, value here
+        self.replicas: Replicas | None = None  # that train apart
         for kind in _MAY_LACK:
             if kind in self.state and kind not in self.source.content:
                 if kind in optional:
                     del self.state[kind]
                 else:
                     self.wrong.append(f"it has no {kind}")
+        self._match_replicas()
         if "model" in self.state:
             self._match_model(names)
         if "optimizer" in self.state and not self.wrong and not self.differ:
@@ -205,6 +208,15 @@ class _Load:
 
     def _match_model(self, names: Names | None) -> None:
         held = self.held = shards_of(self.state["model"], True)
+        check(self.state, (unit for unit, _ in held.units), "loading")
+        if self.replicas is not None:
+            shared, own = self.replicas.split(held)
+            held = self.held = replace(held, shards=shared)
+            for shard in (*own, *self.replicas.momentum):
+                self._match_state(shard)
+            known = {shard.name for shard in self.replicas.momentum}
+            surplus = {name for name in self.source.optimizer if is_outer(name)} - known
+            self.report.unexpected += sorted(surplus)
         given = dict(self.source.model)
         mapped = file_names(names, [p.name for p in held.shards], given)
         codes = self.source.content.get("codes", {})
@@ -261,22 +273,52 @@ class _Load:
 
     def _states(self, kind: str, optimizer: Any) -> tuple[States, dict[str, SourceTensor]]:
         """Return the states to read of an optimizer or of averages, and those in the files."""
-        averages = f".{STATE}"
+        averages, outer = f".{STATE}", "outer" in self.source.content
+        held = self.replicas.own(self.source.optimizer) if self.replicas else self.source.optimizer
         given = {
             name: tensor
-            for name, tensor in self.source.optimizer.items()
+            for name, tensor in held.items()
             if name.endswith(averages) is (kind == "ema") and not name.endswith(f".{RESIDUAL}")
+            and not (outer and name.endswith(f".{MASTER}"))
         }
         steps = {name: int(count) for name, count in self.source.content[kind]["steps"].items()}
         return states_of(optimizer, self.state["model"], Saved(steps, given)), given
 
     def _match_states(self, own: States, given: dict[str, SourceTensor]) -> None:
-        for shard in own.shards:
-            if shard.name in given:
-                self._match(shard, given[shard.name])
-            else:
-                self.report.missing.append(shard.name)
+        shards = self.replicas.of_all(own.shards) if self.replicas else own.shards
+        for shard in shards:
+            self._match_state(shard)
         self.report.unexpected += sorted(set(given) - {p.name for p in own.shards})
+
+    def _match_state(self, shard: Shard) -> None:
+        if shard.name in self.source.optimizer:
+            self._match(shard, self.source.optimizer[shard.name])
+        else:
+            self.report.missing.append(shard.name)
+
+    def _match_replicas(self) -> None:
+        """Find out whose anchors to read, before what replicas have of their own."""
+        saved, rounds = self.source.content.get("outer"), self.state.get("outer")
+        cure = "load only the model, before making the Outer"
+        if self.wrong or saved is rounds is None:
+            return
+        if saved is None:
+            self.wrong.append(f"it has no outer: {cure}")
+        elif rounds is None and {"optimizer", "ema"} & set(self.state):
+            self.wrong.append(
+                f"its states are those of {saved['replicas']} replicas that train apart: give the "
+                "Outer as 'outer', or load only the model"
+            )
+        elif rounds is not None:
+            given = saved_of(self.source.content, self.source.optimizer)
+            found = Replicas(rounds, self.state["model"], given)
+            if found.count == saved["replicas"]:
+                self.replicas = found
+            else:
+                self.wrong.append(
+                    f"{saved['replicas']} replicas trained apart, and this run has "
+                    f"{found.count}: {cure}"
+                )
 
     def _match(self, shard: Shard, source: SourceTensor) -> None:
         shape = _shape_in_file(shard, source)
@@ -382,6 +424,10 @@ class _Load:
             ema, access = self.state["ema"], self.averages.access
             access.apply([{} for _ in ema.optimizer.param_groups], self.averages.steps)
             ema.set_counts(content["ema"]["num_updates"], content["ema"]["calls"])
+        if self.replicas is not None:
+            rounds, states = self.state["outer"], self.replicas.states
+            states.access.apply([{} for _ in states.groups], states.steps)
+            rounds.calls = content["outer"]["calls"]
         for kind in ("scheduler", "scaler", "data"):
             if kind in self.state:
                 self.state[kind].load_state_dict(decode(content[kind]))

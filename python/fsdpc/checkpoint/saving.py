@@ -17,13 +17,14 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.claim import Claim, check_shared, claim_name, remove_remains
+from fsdpc.checkpoint.replicas import Replicas, check
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS
 from fsdpc.checkpoint.shards import Held, Shard, residuals_of, shards_of, states_of
 from fsdpc.checkpoint.values import encode
 from fsdpc.distributed.agree import agree
 from fsdpc.optim.ema import Averages
 
-KINDS = ("model", "optimizer", "ema", "scheduler", "scaler", "data", "extra")
+KINDS = ("model", "optimizer", "ema", "outer", "scheduler", "scaler", "data", "extra")
 
 # A test hook that is called at every file system call; it may raise or end the process.
 _hook: Callable[[str, str], Any] | None = None
@@ -112,6 +113,7 @@ def save(
     state : mapping
         ``"model"``: a module, native or torch's, sharded or not, or a :class:`Trained` with one.
         ``"optimizer"``: an optimizer over its parameters. ``"ema"``: an EMA of the model.
+        ``"outer"``: an Outer of the model, required if it has one.
         ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a ``state_dict()`` of numbers,
         text, lists, tuples and dicts. ``"extra"``: such values of your own. Any key may be omitted.
     dtype : dtype, optional
@@ -217,7 +219,8 @@ def check_kinds(state: Mapping[str, Any], doing: str) -> None:
     unknown = set(state) - set(KINDS)
     if unknown:
         raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
-    for kind, name in (("optimizer", "an optimizer"), ("ema", "averages")):
+    needs = (("optimizer", "an optimizer"), ("ema", "averages"), ("outer", "an Outer"))
+    for kind, name in needs:
         if state.get(kind) is not None and state.get("model") is None:
             raise ValueError(f"{doing} {name} takes the model too: it names the parameters")
     if not isinstance(state.get("ema"), Averages | None):
@@ -298,6 +301,7 @@ class _Plan:
         self.members: dict[str, str] = {}  # of the manifest, as JSON
         self.meshes: list[dict[str, int]] = []
         self.base_crc: Callable[[], int] | None = None
+        self.replicas: Replicas | None = None  # that train apart
         seed, stream = _core.rng_state()
         self.rng = {"seed": seed, "next_stream": stream}
         aliases: dict[str, str] = {}
@@ -307,11 +311,15 @@ class _Plan:
                 self.files[config_json.NAME] = config
             held = shards_of(state["model"], False)
             aliases, self.base_crc = held.aliases, held.base_crc
+            check(state, (unit for unit, _ in held.units), "saving")
             self._describe_model(state["model"], held)
-            self._add("model", held.shards, _float_dtype(dtype))
+            if state.get("outer") is not None:
+                self._add_replicas(state, held, _float_dtype(dtype))
+            else:
+                self._add("model", held.shards, _float_dtype(dtype))
         if state.get("optimizer") is not None:
             states = states_of(state["optimizer"], state["model"])
-            self._add("optimizer", states.shards, None)
+            self._add("optimizer", self._of_all(states.shards), None)
             self._add("optimizer", residuals_of(held), None)
             self.describe({"optimizer": {
                 "class": states.access.kind,
@@ -321,7 +329,7 @@ class _Plan:
         if state.get("ema") is not None:
             counts = state["ema"].counts()
             states = states_of(state["ema"].optimizer, state["model"])
-            self._add("optimizer", states.shards, None)  # named "<parameter>.average"
+            self._add("optimizer", self._of_all(states.shards), None)  # "<parameter>.average"
             self.describe({"ema": {**counts, "steps": states.steps}})
         self.describe({
             "format": "fsdpc",
@@ -335,6 +343,21 @@ class _Plan:
         for kind in ("scheduler", "scaler", "data"):
             if state.get(kind) is not None:
                 self.describe({kind: encode(_state_dict(kind, state[kind]))})
+
+    def _add_replicas(self, state: Mapping[str, Any], held: Held, dtype: str | None) -> None:
+        """Add the anchors as the model, each replica's masters, and the outer momentum."""
+        self.replicas = replicas = Replicas(state["outer"], state["model"])
+        shared, own = replicas.split(held)
+        self._add("model", shared, dtype)
+        self._add("optimizer", own + replicas.momentum, None)
+        self.describe({"outer": {
+            "calls": replicas.rounds.calls,
+            "replicas": replicas.count,
+            "steps": replicas.states.steps,
+        }})  # fmt: skip
+
+    def _of_all(self, shards: list[Shard]) -> list[Shard]:
+        return shards if self.replicas is None else self.replicas.of_all(shards)
 
     def _add(self, kind: str, shards: list[Shard], dtype: str | None) -> None:
         own = self.tensors[kind]
@@ -366,7 +389,9 @@ class _Plan:
 
     def mark(self) -> int:
         """Return a checksum of everything that must be the same on all ranks."""
-        equal = self.tensors, self.folder, self.max_shard_bytes, self.overwrite
+        equal = [self.tensors, self.folder, self.max_shard_bytes, self.overwrite]
+        if self.replicas is not None:  # the steps of one are those of all
+            equal += [self.members.get(kind) for kind in ("optimizer", "ema", "outer")]
         return _core.crc32c(0, repr(equal).encode("utf-8", "surrogatepass"))
 
     def compare_replicas(self) -> None:

@@ -61,6 +61,8 @@ def check(content: dict[str, Any]) -> None:
         _optimizer(_get(content, "optimizer", dict))
     if "ema" in content:
         _ema(_get(content, "ema", dict))
+    if "outer" in content:
+        _outer(_get(content, "outer", dict))
 
 
 def _tensor(entry: Any, files: dict[str, Any]) -> None:
@@ -92,6 +94,12 @@ def _optimizer(entry: dict[str, Any]) -> None:
 def _ema(entry: dict[str, Any]) -> None:
     for key in ("num_updates", "calls"):
         _whole(entry, key)
+    _steps(entry)
+
+
+def _outer(entry: dict[str, Any]) -> None:
+    _whole(entry, "calls")
+    _whole(entry, "replicas", 1)
     _steps(entry)
 
 

@@ -73,6 +73,11 @@ class Rounds:
                 self._refuse_unfrozen()
                 self.optimizer.end_round(group, self.options())
 
+    def comms(self) -> tuple[_core.Comm, _core.Comm]:
+        """Return the communicators of this rank's shard group, and of its replicas."""
+        shard, replicas = self._place(next(iter(self._params.values())))[0].comms
+        return shard, replicas
+
     def _place(self, p: Any) -> tuple[_core.Unit, int]:
         """Return a parameter's unit and its index there."""
         raise NotImplementedError
@@ -116,7 +121,7 @@ class Rounds:
         shards = [_core.master_shard(unit, i, False)[0] for unit, i in places]
         crcs = [_core.crc32c(0, shard.bits()) if shard.numel() else 0 for shard in shards]
         mine = np.array(crcs, np.int64)
-        every = places[0][0].comms[1].all_gather(_core.tensor(mine)).numpy()
+        every = self.comms()[1].all_gather(_core.tensor(mine)).numpy()
         differ = np.flatnonzero((every.reshape(-1, mine.size) != mine).any(0))
         if differ.size:
             raise _core.MismatchError(
