@@ -19,7 +19,7 @@ static size_t residual_numel(const fsdpc_unit *unit, const fsdpc_unit_group *gro
                              fsdpc_stage stage)
 {
     const fsdpc_comm *shard = unit->mesh.shard, *replicate = unit->mesh.replicate;
-    bool replicas = replicate && replicate->size > 1, first = stage == FSDPC_STAGE_FIRST;
+    bool replicas = fsdpc_mesh_is_replicated(&unit->mesh), first = stage == FSDPC_STAGE_FIRST;
     const fsdpc_comm *comm = first && (shard->size > 1 || !replicas) ? shard : replicate;
     if (!first && (!replicas || shard->size == 1))
         return 0;

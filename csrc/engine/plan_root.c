@@ -314,14 +314,15 @@ static bool owns_buffer(const planner *p, int unit)
 static size_t transit_bytes(const planner *p, int stage, int unit, int g, size_t buffer_bytes)
 {
     const unit_sizes *sizes = &p->sizes[unit];
-    bool over_replicas = stage == SECOND || p->options->shard == 1;
+    const bool apart = p->options->apart;
+    bool over_replicas = stage == SECOND || (p->options->shard == 1 && !apart);
     fsdpc_plan_hosts group = over_replicas ? p->options->replicas : p->options->shards;
     if (group.hosts == 1 || g >= sizes->n_trained || sizes->buffer[FIRST] == 0)
         return 0;
     return fsdpc_comm_hosts_staging_bytes(
         over_replicas ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER, sizes->dtypes[stage][g],
-        p->units[unit].settings.reduce_codec, buffer_bytes, stage == FIRST ? sizes->n_bands[g] : 1,
-        group.hosts, group.local_size);
+        apart && stage == SECOND ? p->options->outer_codec : p->units[unit].settings.reduce_codec,
+        buffer_bytes, stage == FIRST ? sizes->n_bands[g] : 1, group.hosts, group.local_size);
 }
 
 static fsdpc_status emit_buffers(const planner *p, const char *name, size_t bytes, size_t count,
@@ -378,6 +379,25 @@ static fsdpc_status plan_buffers(const planner *p)
     return FSDPC_OK;
 }
 
+/* Plans the buffer and the means of outer steps, which all units use in turn. */
+static fsdpc_status plan_outer(const planner *p)
+{
+    size_t bytes = 0, transit = 0;
+    for (int i = 0; i < p->n; i++)
+        bytes = fsdpc_max_size(bytes, p->sizes[i].buffer[SECOND]);
+    for (int g = 0; g < FSDPC_DTYPE_COUNT; g++) {
+        size_t most = 0;
+        for (int i = 0; i < p->n; i++)
+            most = fsdpc_max_size(most, transit_bytes(p, SECOND, i, g, bytes));
+        transit += most;
+    }
+    if (!p->options->apart)
+        return FSDPC_OK;
+    FSDPC_TRY(emit(p, "means of outer steps", FSDPC_MEM_REDUCE, fsdpc_mem_counted(bytes), 1,
+                   FSDPC_PLAN_MEMORY));
+    return emit_buffers(p, "buffer of outer steps", bytes, 1, transit);
+}
+
 /* Plans the sums of micro-steps except the first sum, which is in the gradient shard. */
 static fsdpc_status plan_sums(const planner *p)
 {
@@ -420,8 +440,8 @@ fsdpc_status fsdpc_plan_root(const fsdpc_plan_unit *units, int n_units,
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan of %d units", n_units);
     for (int i = 0; status == FSDPC_OK && i < n_units; i++)
         status = plan_unit(&p, &units[i], &p.sizes[i]);
-    fsdpc_status (*const parts[])(const planner *) = {plan_unsharded, plan_codes_in_transit,
-                                                      plan_buffers, plan_sums, plan_messages};
+    fsdpc_status (*const parts[])(const planner *) = {
+        plan_unsharded, plan_codes_in_transit, plan_buffers, plan_outer, plan_sums, plan_messages};
     for (size_t i = 0; status == FSDPC_OK && i < sizeof parts / sizeof *parts; i++)
         status = parts[i](&p);
     if (status == FSDPC_OK)

@@ -34,6 +34,8 @@ typedef struct fsdpc_root_options {
     int n_states;              /* per parameter */
     fsdpc_state_format format; /* of states */
     int micro_steps;           /* per step in deterministic mode; 0: not deterministic */
+    bool apart;                /* replicas train apart (optim_outer.h), so `replicate` is 1, */
+    fsdpc_codec outer_codec;   /* and their differences travel in this form */
 } fsdpc_root_options;
 
 typedef struct fsdpc_plan_row {

@@ -2468,6 +2468,7 @@ def plan_root(
     n_states: int,
     state_format: tuple[dtype, int],
     micro_steps: int,
+    outer_codec: str | None = None,
     /,
 ) -> list[tuple[str, str, int, int, str]]:
     """Return (name, class, bytes, count, where) for all of a rank's memory, without allocating it.
@@ -2476,6 +2477,7 @@ def plan_root(
     keep_grads, rank_dependent, reshard_after_forward); each parameter is (dtype, shape, frozen).
     ``groups`` is (hosts, ranks per host) of the shard group and of the replicas. ``where`` is
     "memory", "pinned", "file" or "message" (bytes sent to a rank of each other host).
+    ``outer_codec``: the replicas of ``groups`` train apart, on a mesh that has none.
     """
 
 def plan_unsharded(

@@ -236,6 +236,31 @@ def test_replicas_get_the_same_bits_with_any_form(form: str | None, error: float
     fsdpc.shutdown()
 
 
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)])
+def test_memory_is_planned(mesh: tuple[int, int], hosts: int) -> None:
+    pretend.on_hosts(hosts)
+    fsdpc.init()
+    for form in (None, "int8"):
+        fsdpc.reset_peak_memory_stats()
+        before = fsdpc.memory_stats()
+        model, optimizer, rounds = start(*mesh, every=2, compression=form)
+        for step in range(4):
+            inner_step(model, optimizer, step)
+            rounds.step()
+        stats = fsdpc.memory_stats()
+        plan = fsdpc.memory_plan(model, outer=form or True)
+        for category in ("master", "grad", "state", "reduce"):
+            used = stats[f"{category}_peak_bytes"] - before[f"{category}_bytes"]
+            assert used == getattr(plan, category), (form, category)
+        if form is None:
+            assert plan == fsdpc.memory_plan(model)
+            assert plan == fsdpc.memory_plan(build(False), mesh, outer=True)
+        del model, optimizer, rounds
+    fsdpc.shutdown()
+
+
 @pytest.mark.ranks(2)
 def test_what_is_refused() -> None:
     fsdpc.manual_seed(0)

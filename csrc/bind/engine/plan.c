@@ -82,17 +82,20 @@ static int read_options(PyObject *module, PyObject *args, PyObject **units_out,
 {
     PyObject *state_dtype;
     Py_ssize_t min_coded;
+    const char *outer_codec = NULL;
     int remote, single;
-    if (!PyArg_ParseTuple(args, "O!(ii)((ii)(ii))ppii(On)i", &PyList_Type, units_out,
+    if (!PyArg_ParseTuple(args, "O!(ii)((ii)(ii))ppii(On)i|z", &PyList_Type, units_out,
                           &out->replicate, &out->shard, &out->shards.hosts, &out->shards.local_size,
                           &out->replicas.hosts, &out->replicas.local_size, &remote, &single,
                           &out->prefetch, &out->n_states, &state_dtype, &min_coded,
-                          &out->micro_steps) ||
-        fsdpc_py_dtype_parse(state_dtype, &out->format.dtype) < 0)
+                          &out->micro_steps, &outer_codec) ||
+        fsdpc_py_dtype_parse(state_dtype, &out->format.dtype) < 0 ||
+        (outer_codec && fsdpc_py_check(fsdpc_codec_find(outer_codec, &out->outer_codec)) < 0))
         return -1;
     out->format.min_coded_numel = (size_t)min_coded;
     out->remote = remote;
     out->single = single;
+    out->apart = outer_codec != NULL;
     bool moves = remote && out->shard > 1;
     return moves && !slot_granule(PyModule_GetState(module), &out->granule) ? -1 : 0;
 }

@@ -219,6 +219,7 @@ class _Question(NamedTuple):
     state_format: tuple[_core.dtype, int]
     ema: bool
     in_backward: bool
+    outer: str | None  # the form of outer steps' differences; None: there are none
     saved: dict[str, int]  # for tensors that leave until backward
 
     def ask(self, device: str, hosts: int, micro_steps: int) -> dict[str, Any]:
@@ -226,21 +227,23 @@ class _Question(NamedTuple):
         is_gpu = device == "cuda"
         hosts = 1 if is_gpu else hosts  # NCCL keeps no sums in transit
         groups = groups_on_hosts(self.mesh, hosts, math.prod(self.mesh) // hosts)
+        mesh = self.mesh if self.outer is None else (1, self.mesh[1])  # that shares gradients
 
         def rows_of(units: Any, n_states: int, state_format: tuple[_core.dtype, int]) -> list[Any]:
             return _core.plan_root(
-                units, self.mesh, tuple(group[:2] for group in groups), is_gpu, self.single,
-                self.prefetch, n_states, state_format, micro_steps,
+                units, mesh, tuple(group[:2] for group in groups), is_gpu, self.single,
+                self.prefetch, n_states, state_format, micro_steps, self.outer,
             )  # fmt: skip
 
         units = [unit._replace(offload=unit.offload[device]) for unit in self.units]
         rows = rows_of(units, self.n_states, self.state_format)
-        if self.ema:  # one more state in its parameter's dtype, whichever rule steps the parameter
+        # More states in their parameters' dtypes, whichever rules step these.
+        if more := self.ema + 2 * (self.outer is not None):
             units = [unit._replace(specs=[spec[:3] for spec in unit.specs]) for unit in units]
-            rows += [row for row in rows_of(units, 1, as_format(None)) if row[0] == "states"]
+            rows += [row for row in rows_of(units, more, as_format(None)) if row[0] == "states"]
         found = dict.fromkeys(_CATEGORIES, 0)
         found.update(self.saved)
-        if self.in_backward and min(self.mesh) > 1:
+        if self.in_backward and min(mesh) > 1:
             raise NotImplementedError(f"step_in_backward with replicas of shards: {self.mesh}")
         if self.in_backward:
             of_units = [rows_of([unit], 0, as_format(None)) for unit in units]
@@ -274,6 +277,7 @@ def memory_plan(
     state_dtype: Any = None,
     ema: bool = False,
     step_in_backward: bool = False,
+    outer: bool | str = False,
 ) -> MemoryPlan:
     """Compute the memory that the engine will use on each rank while a model trains.
 
@@ -309,6 +313,10 @@ def memory_plan(
     step_in_backward : bool, default False
         The optimizer steps units inside backward, so gradients need memory for the two largest
         units. On a single rank, units inside others need more: one for each level.
+    outer : bool or str, default False
+        Replicas train apart, with the outer steps of an :class:`fsdpc.Outer` with momentum: its
+        states are in ``state``, and what it sums in ``reduce``. A text is its ``compression``. True
+        for a model that has one.
 
     Returns
     -------
@@ -339,6 +347,8 @@ def memory_plan(
     if mesh is None and isinstance(model, FSDPModule):
         mesh = rules.mesh_shape_of(model)
     replicate, shard = grid(mesh, strategy)
+    if not outer and isinstance(model, FSDPModule):
+        outer = model._fsdpc_unit.apart
     rules_of = _rules_of(model, optimizer)
     if rules_of and as_format(state_dtype)[0] is not _core.float32:
         raise ValueError(f"state_dtype={state_dtype!r}: {optimizer}'s states are float32")
@@ -378,6 +388,7 @@ def memory_plan(
         state_format=as_format(state_dtype),
         ema=ema,
         in_backward=step_in_backward,
+        outer=(outer if isinstance(outer, str) else "exact") if outer else None,
         saved=saved_bytes,
     )
     here = get_default_device()
