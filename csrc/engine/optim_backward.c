@@ -191,6 +191,8 @@ static fsdpc_status check_unit(const fsdpc_optim *optim, const unit_states *stat
         return refuse(unit, "it is offloaded");
     if (unit->settings.deterministic)
         return refuse(unit, "deterministic mode keeps the sums of micro-steps");
+    if (unit->settings.low_rank.rank > 0 && fsdpc_mesh_is_replicated(&unit->mesh))
+        return refuse(unit, "PowerSGD keeps what its sums leave out");
     if (fsdpc_mesh_is_replicated(&unit->mesh) && unit->mesh.shard->size > 1)
         return refuse(unit, "its shards have replicas");
     if (unit->device->remote)
@@ -305,4 +307,9 @@ fsdpc_status fsdpc_optim_enter_backward(fsdpc_optim *optim, fsdpc_optim_refresh_
     }
     optim->backward_steps = &own->table;
     return FSDPC_OK;
+}
+
+bool fsdpc_unit_steps_in_backward(const fsdpc_unit *unit)
+{
+    return unit->backward_steps != NULL;
 }

@@ -21,6 +21,10 @@ typedef fsdpc_status (*fsdpc_optim_refresh_fn)(void *arg);
 fsdpc_status fsdpc_optim_enter_backward(fsdpc_optim *optim, fsdpc_optim_refresh_fn refresh,
                                         void *arg);
 
+/* Returns whether an optimizer steps the unit inside backward. It then has no gradients after
+ * backward. */
+bool fsdpc_unit_steps_in_backward(const fsdpc_unit *unit);
+
 /* Returns to steps after backward; units must not have gradients. */
 fsdpc_status fsdpc_optim_leave_backward(fsdpc_optim *optim);
 

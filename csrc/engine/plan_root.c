@@ -216,6 +216,31 @@ static fsdpc_status plan_group(planner *p, const fsdpc_plan_unit *unit, const fs
     return FSDPC_OK;
 }
 
+/* Plans what replicas need to sum a unit's matrices in low rank: its state, then a buffer for each
+ * of two operations. */
+static fsdpc_status plan_low_rank(const planner *p, const fsdpc_plan_unit *unit,
+                                  const fsdpc_layout *layout)
+{
+    const fsdpc_low_rank_sizes sizes = fsdpc_low_rank_sizes_of(layout, &unit->settings.low_rank);
+    const fsdpc_plan_hosts *hosts = &p->options->replicas;
+    if (p->options->replicate == 1 || sizes.values == 0)
+        return FSDPC_OK;
+    FSDPC_TRY(emit(p, "matrices of replicas", FSDPC_MEM_REDUCE,
+                   fsdpc_mem_counted(fsdpc_low_rank_state_bytes(&sizes)), 1, FSDPC_PLAN_MEMORY));
+    const size_t numels[] = {sizes.p, sizes.q};
+    for (int i = 0; i < 2; i++) {
+        size_t bytes = fsdpc_mem_counted(numels[i] * sizeof(float));
+        FSDPC_TRY(emit(p, "factors of matrices", FSDPC_MEM_REDUCE, bytes, 1, FSDPC_PLAN_MEMORY));
+        if (hosts->hosts > 1)
+            FSDPC_TRY(emit(p, "sums in transit", FSDPC_MEM_REDUCE,
+                           fsdpc_comm_hosts_staging_bytes(FSDPC_COLL_REDUCE_ALL, FSDPC_F32,
+                                                          FSDPC_CODEC_EXACT, bytes, hosts->hosts,
+                                                          hosts->local_size),
+                           1, FSDPC_PLAN_MEMORY));
+    }
+    return FSDPC_OK;
+}
+
 static fsdpc_status plan_unit(planner *p, const fsdpc_plan_unit *unit, unit_sizes *sizes)
 {
     fsdpc_layout *layout = NULL;
@@ -224,6 +249,8 @@ static fsdpc_status plan_unit(planner *p, const fsdpc_plan_unit *unit, unit_size
     fsdpc_status status = FSDPC_OK;
     for (int g = 0; status == FSDPC_OK && g < layout->n_groups; g++)
         status = plan_group(p, unit, layout, g, sizes);
+    if (status == FSDPC_OK)
+        status = plan_low_rank(p, unit, layout);
     fsdpc_layout_destroy(layout);
     sizes->fills_shard =
         p->options->single && sizes->n_trained > 0 &&

@@ -29,6 +29,9 @@
  * first immediately on a separate stream. The main stream waits instead, when it needs the sum or
  * the buffer.
  *
+ * If replicas sum matrices in low rank (low_rank.h), P is summed in the stage over replicas, and Q
+ * in one more. It is posted as second stages are, so no younger reduction is posted before it.
+ *
  * In deterministic mode, every micro-step is reduced and its sum is stored at the level chosen by
  * micro.h; no_sync then only hides the sum.
  */
@@ -42,6 +45,7 @@
 #include "engine/fill.h"
 #include "engine/grad_file.h"
 #include "engine/grads.h"
+#include "engine/low_rank.h"
 #include "engine/micro.h"
 #include "engine/order.h"
 
@@ -117,7 +121,9 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
     uint64_t epoch = replicas_alone ? root->steps : root->param_buffer->epoch;
     if (!unit->partial)
         FSDPC_TRY(begin_final(unit));
+    bool in_low_rank = replicas_alone && fsdpc_low_rank_begin(unit);
     size_t bytes = 0;
+    int n_posted = 0;
     uint32_t trains = hash_trainable(unit);
     for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
@@ -136,14 +142,24 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
                          .buffer = buffer,
                          .offset = group->reduce_offset,
                          .trains = trains,
-                         .same_filling = g > 0,
+                         .same_filling = n_posted > 0,
                          .tree = unit->settings.deterministic};
         if (unit->partial)
             make_partial(unit, group, &op);
         else
             make_final(unit, group, &op);
+        fsdpc_low_rank_keep_exact(unit, g, &op.slices, &op.n_slices);
+        bytes += in_low_rank
+                     ? fsdpc_coll_bytes(&op, 1)
+                     : group->plan->unsharded_numel * fsdpc_dtype_bytes(group->reduce_dtype);
+        if (op.n_slices == 0)
+            continue;
         FSDPC_TRY(fsdpc_comm_post(root->reduce_comm, &op, &group->reduce));
-        bytes += group->plan->unsharded_numel * fsdpc_dtype_bytes(group->reduce_dtype);
+        n_posted++;
+    }
+    if (in_low_rank) {
+        FSDPC_TRY(fsdpc_low_rank_post(unit, buffer));
+        bytes += fsdpc_low_rank_first_bytes(unit);
     }
     trace(unit, FSDPC_TRACE_REDUCE, bytes);
     if (replicas_alone)
@@ -162,6 +178,9 @@ static fsdpc_status post_second(fsdpc_unit *unit)
     FSDPC_TRY(begin_final(unit));
     unit->reduction = FSDPC_REDUCTION_REPLICATE;
     unit->partial_live = false;
+    bool in_low_rank = fsdpc_low_rank_begin(unit);
+    size_t bytes = 0;
+    int n_posted = 0;
     uint32_t trains = hash_trainable(unit);
     for (int g = 0; g < unit->n_trained; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
@@ -180,12 +199,28 @@ static fsdpc_status post_second(fsdpc_unit *unit)
                          .buffer = unit->partial,
                          .offset = group->grad_offset,
                          .trains = trains,
-                         .same_filling = g > 0,
+                         .same_filling = n_posted > 0,
                          .tree = unit->settings.deterministic};
         make_final(unit, group, &op);
+        fsdpc_low_rank_keep_exact(unit, g, &op.slices, &op.n_slices);
+        bytes += fsdpc_coll_bytes(&op, 1);
+        if (op.n_slices == 0)
+            continue;
         FSDPC_TRY(fsdpc_comm_post(root->replicate, &op, &group->reduce));
+        n_posted++;
     }
-    trace(unit, FSDPC_TRACE_ALL_REDUCE, unit->grad_bytes);
+    if (in_low_rank) {
+        FSDPC_TRY(fsdpc_low_rank_post(unit, unit->partial));
+        bytes += fsdpc_low_rank_first_bytes(unit);
+    }
+    trace(unit, FSDPC_TRACE_ALL_REDUCE, in_low_rank ? bytes : unit->grad_bytes);
+    return FSDPC_OK;
+}
+
+static fsdpc_status post_in_low_rank(fsdpc_unit *unit)
+{
+    FSDPC_TRY(fsdpc_low_rank_post_second(unit));
+    trace(unit, FSDPC_TRACE_ALL_REDUCE, fsdpc_low_rank_second_bytes(unit));
     return FSDPC_OK;
 }
 
@@ -202,6 +237,7 @@ static fsdpc_status finish(fsdpc_unit *unit)
     fsdpc_fill_released(unit);
     bool was_partial = unit->partial && unit->reduction == FSDPC_REDUCTION_SHARD;
     unit->reduction = FSDPC_REDUCTION_NONE;
+    FSDPC_TRY(fsdpc_low_rank_finish(unit));
     trace(unit, FSDPC_TRACE_REDUCE_DONE, 0);
     if (unit->forget)
         return FSDPC_OK;
@@ -218,30 +254,37 @@ static fsdpc_status finish(fsdpc_unit *unit)
                : FSDPC_OK;
 }
 
-/* Returns whether the reduction is still in its first stage and will have a second one. */
-static bool awaits_second(const fsdpc_unit *unit)
+/* Returns whether the reduction will post another operation when those in flight are complete. */
+static bool awaits_next(const fsdpc_unit *unit)
 {
-    return unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone;
+    return (unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone) ||
+           fsdpc_low_rank_awaits_second(unit);
 }
 
-/* Waits for the posted stage, then posts the next stage or finishes the reduction. */
+static fsdpc_status post_next(fsdpc_unit *unit)
+{
+    return fsdpc_low_rank_awaits_second(unit) ? post_in_low_rank(unit) : post_second(unit);
+}
+
+/* Waits for what was posted, then posts the next stage or finishes the reduction. */
 static fsdpc_status wait_stage(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_stream *next = awaits_second(unit) ? second_stream(root) : main;
+    fsdpc_stream *next = awaits_next(unit) ? second_stream(root) : main;
     for (int g = 0; g < unit->n_trained; g++)
         FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].reduce, next));
-    return awaits_second(unit) ? post_second(unit) : finish(unit);
+    FSDPC_TRY(fsdpc_comm_wait(&unit->low_rank_work));
+    return awaits_next(unit) ? post_next(unit) : finish(unit);
 }
 
-/* Posts the outstanding second stages in the order of their first stages, up to that of `last`, or
- * all of them if `last` is NULL. */
+/* Posts the outstanding stages in the order of the first stages, up to those of `last`, or all of
+ * them if `last` is NULL. */
 static fsdpc_status post_seconds(const fsdpc_root *root, const fsdpc_unit *last)
 {
     for (int r = 0; r < root->n_reducing; r++) {
         fsdpc_unit *unit = root->reducing[r];
-        if (awaits_second(unit))
+        while (awaits_next(unit))
             FSDPC_TRY(wait_stage(unit));
         if (unit == last)
             break;
@@ -326,8 +369,8 @@ fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root)
 
 static fsdpc_status test_stage(fsdpc_unit *unit)
 {
-    fsdpc_status all = FSDPC_OK;
-    for (int g = 0; g < unit->n_trained; g++) {
+    fsdpc_status all = fsdpc_comm_test(&unit->low_rank_work);
+    for (int g = 0; all >= 0 && g < unit->n_trained; g++) {
         fsdpc_status status = fsdpc_comm_test(&unit->groups[g].reduce);
         if (status < 0)
             return status;
@@ -356,11 +399,11 @@ fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
         fsdpc_status status = test_stage(unit);
         if (status < 0)
             return status;
-        if (status == FSDPC_OK && !awaits_second(unit))
+        if (status == FSDPC_OK && !awaits_next(unit))
             FSDPC_TRY(finish(unit));
         else if (status == FSDPC_OK && in_turn)
-            FSDPC_TRY(post_second(unit));
-        in_turn &= !awaits_second(unit);
+            FSDPC_TRY(post_next(unit));
+        in_turn &= !awaits_next(unit);
         if (r < root->n_reducing && root->reducing[r] == unit)
             r++;
     }

@@ -9,6 +9,7 @@
 #include "base/size.h"
 #include "engine/epoch.h"
 #include "engine/fill.h"
+#include "engine/low_rank.h"
 #include "engine/unsharded.h"
 #include "engine/order.h"
 
@@ -101,6 +102,8 @@ static fsdpc_status create_root(fsdpc_model *model, fsdpc_unit *const *units, co
                                                          : &fsdpc_unsharded_shared;
     FSDPC_TRY_GOTO(status, fsdpc_unsharded_create(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
+    for (int i = 0; i < n_units; i++)
+        FSDPC_TRY_GOTO(status, fsdpc_low_rank_create(root->units[i]), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "gather", true, &root->gather_stream),
                    destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "reduce", true, &root->reduce_stream),
@@ -207,6 +210,7 @@ static void disown_unit(fsdpc_unit *unit)
     fsdpc_unsharded_remove(unit);
     fsdpc_buffer_destroy(unit->own_buffer);
     fsdpc_buffer_destroy(unit->own_partial);
+    fsdpc_low_rank_destroy(unit);
     unit->own_buffer = unit->buffer = unit->own_partial = unit->partial = NULL;
     unit->partial_live = false;
     unit->state = FSDPC_UNIT_SHARDED;
@@ -240,6 +244,7 @@ static void destroy_root(fsdpc_root *root)
             abandon_work(&root->units[i]->groups[g].gather);
             abandon_work(&root->units[i]->groups[g].reduce);
         }
+        abandon_work(&root->units[i]->low_rank_work);
     }
     fsdpc_order_destroy(root);
     fsdpc_stream_destroy(root->gather_stream);

@@ -354,7 +354,8 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
     if (unit->root &&
         (settings->n_modules != now->n_modules || settings->keep_grads != now->keep_grads ||
          settings->deterministic != now->deterministic ||
-         settings->reduce_codec != now->reduce_codec))
+         settings->reduce_codec != now->reduce_codec ||
+         !fsdpc_low_rank_same(&settings->low_rank, &now->low_rank)))
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "unit '%s' has a root: its modules, buffers and sums are "
                           "set before its first forward",
@@ -364,13 +365,11 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
                           "deterministic mode of unit '%s', which is stepped inside backward",
                           unit->name);
     FSDPC_TRY(fsdpc_plan_check_codec(unit->device, unit->name, settings->reduce_codec));
+    FSDPC_TRY(fsdpc_low_rank_check(&settings->low_rank, unit->layout, &unit->mesh, unit->name,
+                                   settings->deterministic || settings->error_feedback ||
+                                       unit->backward_steps));
     unit->settings = *settings;
     return FSDPC_OK;
-}
-
-bool fsdpc_unit_steps_in_backward(const fsdpc_unit *unit)
-{
-    return unit->backward_steps != NULL;
 }
 
 /* Buffers that are now too small are replaced when they are taken (fill.c). */

@@ -24,6 +24,7 @@
 #ifndef FSDPC_ENGINE_UNIT_H
 #define FSDPC_ENGINE_UNIT_H
 
+#include "engine/low_rank_plan.h"
 #include "engine/plan.h"
 
 typedef struct fsdpc_unit fsdpc_unit;
@@ -50,9 +51,10 @@ typedef struct fsdpc_unit_settings {
     bool rank_dependent;      /* it runs only on some ranks (sched.c) */
     fsdpc_codec reduce_codec; /* the form of sums between hosts */
     /* What codecs leave out (codec_error.h): */
-    bool error_feedback; /* is added to the next reduction */
-    int error_every;     /* is measured every so many steps; 0: never */
-    double error_budget; /* is at most this part of what is sent; 0: no limit */
+    bool error_feedback;             /* is added to the next reduction */
+    int error_every;                 /* is measured every so many steps; 0: never */
+    double error_budget;             /* is at most this part of what is sent; 0: no limit */
+    fsdpc_low_rank_options low_rank; /* how replicas sum matrices */
 } fsdpc_unit_settings;
 
 /* Whether a unit has its own memory or shares it with the other units of its root. `encloses`: it
@@ -170,10 +172,6 @@ fsdpc_status fsdpc_unit_alloc_grad(const fsdpc_unit *unit, int group, void **out
  * empty. Not allowed for shards that are offloaded. The caller must keep the memory until its next
  * call or until the unit is destroyed. */
 void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
-
-/* Returns whether an optimizer steps it inside backward (optim_backward.h). It then has no
- * gradients after backward. */
-bool fsdpc_unit_steps_in_backward(const fsdpc_unit *unit);
 
 /* Memory that a frontend provides for unsharded parameters. `take` calls place_unsharded with an
  * address for each flat group; the addresses are valid until `give`. Both functions may run on any

@@ -84,6 +84,8 @@ struct fsdpc_backward_steps {
     fsdpc_status (*leave)(fsdpc_backward_steps *self);
 };
 
+typedef struct fsdpc_low_rank fsdpc_low_rank; /* low_rank.h */
+
 struct fsdpc_unit {
     /* Identity. Written by unit.c; root.c writes id, root and offsets. */
     int id; /* order within the root; -1 before there is one */
@@ -159,11 +161,13 @@ struct fsdpc_unit {
     fsdpc_buffer *partial;    /* the posted reduction's, or contains postponed sums */
     fsdpc_buffer *own_partial;
     fsdpc_reduction reduction;
-    bool partial_live; /* the partial contains sums whose all-reduce was postponed */
-    bool postpone;     /* the posted reduction ends in the partial */
-    bool hidden;       /* the sum being reduced stays invisible (no_sync) */
-    bool forget;       /* gradients were zeroed meanwhile: the sum is discarded */
-    bool fresh;        /* this backward has reduced, and had no earlier gradient to add to */
+    bool partial_live;        /* the partial contains sums whose all-reduce was postponed */
+    bool postpone;            /* the posted reduction ends in the partial */
+    bool hidden;              /* the sum being reduced stays invisible (no_sync) */
+    bool forget;              /* gradients were zeroed meanwhile: the sum is discarded */
+    bool fresh;               /* this backward has reduced, and had no earlier gradient to add to */
+    fsdpc_low_rank *low_rank; /* written by low_rank.c; NULL: sums over replicas are exact */
+    fsdpc_work low_rank_work;
     fsdpc_backward_steps *backward_steps; /* written by optim_backward.c; NULL: none */
     uint64_t stepped_in; /* the model's backward in which `backward_steps` last stepped it */
 

@@ -73,7 +73,7 @@ from fsdpc.planning.simulate import SimulateOptions, Simulation, simulate
 from fsdpc.sharding import rules
 from fsdpc.sharding.activation import checkpoint_activations
 from fsdpc.sharding.clip import clip_grad_norm_, clip_grad_value_, grad_norms
-from fsdpc.sharding.compression import Compression
+from fsdpc.sharding.compression import Compression, PowerSGD
 from fsdpc.sharding.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdpc.sharding.full_params import summon_full_params
 from fsdpc.sharding.fully_shard import fully_shard
@@ -201,7 +201,7 @@ __all__ = [
     "manual_seed", "memory_plan", "memory_stats", "MemoryPlan", "MismatchError",
     "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads", "OffloadPolicy", "ones",
     "ones_like", "optim", "Outer", "PeerError", "PerformanceTracker", "plan", "PlanOptions",
-    "Plans", "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn",
+    "Plans", "plots", "PowerSGD", "Profile", "profile", "rand", "rand_like", "randint", "randn",
     "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule",
     "schedule", "set_default_device", "set_num_threads", "sharding_layout", "ShardingLayout",
     "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",

@@ -2223,6 +2223,7 @@ class Unit:
         error_feedback: bool = False,
         error_every: int = 0,
         error_budget: float = 0.0,
+        low_rank: tuple[int, int, bool, bool, float, int] | None = None,
     ) -> None: ...
     name: str
     """Name shown in messages and traces."""
@@ -2251,6 +2252,9 @@ class Unit:
         """The form in which gathers send parameters to other hosts, or "exact"."""
     reduce_codec: str
     """The form in which reductions send sums to other hosts, or "exact"."""
+    low_rank: tuple[int, int, bool, bool, float, int] | None
+    """How replicas sum matrices, or None if exactly: rank, start_step, warm_start, error_feedback,
+    min_rate, seed."""
     @property
     def error_feedback(self) -> bool:
         """Whether reductions add what earlier ones left out."""

@@ -46,7 +46,7 @@ PLAIN = set("""
     staged staging state stats status step storage stream sum sums sumsq swiglu table tables target
     tensor text thread tile tiles torch trace transport tree type unary value vec vector version
     view wait walk window windows work world write
-    cover matrix orthogonal dequantize quantized scheme weight
+    cover matrix orthogonal orthonormal low dequantize quantized scheme weight
     chunk left message micro phase segment stage tape team wanted words
     allocator block bytes code coded codes format kept patches prefetch progress record report
     scratch

@@ -1,6 +1,7 @@
 /* plan_root(units, mesh, groups, remote, single, prefetch, n_states, (state_dtype, min_coded_numel),
  * micro_steps): the rows of plan_root.h. plan_unsharded(units, ranks, prefetch, remote): the bytes
  * of unsharded parameters, for estimates that have sizes instead of shapes. */
+#include "bind/engine/low_rank.h"
 #include "bind/engine/tier.h"
 
 #include "engine/plan_root.h"
@@ -47,13 +48,13 @@ static int read_spec(PyObject *item, fsdpc_param_spec *spec)
 /* The caller frees `specs`, even on failure. */
 static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
 {
-    PyObject *list, *param_dtype, *reduce_dtype, *offload;
+    PyObject *list, *param_dtype, *reduce_dtype, *offload, *low_rank;
     const char *gather_codec, *reduce_codec;
     fsdpc_unit_options *options = &unit->options;
     int feedback, encloses, keep_grads, rank_dependent, reshards;
-    if (!PyArg_ParseTuple(item, "O!OOOssppppp", &PyList_Type, &list, &param_dtype, &reduce_dtype,
-                          &offload, &gather_codec, &reduce_codec, &feedback, &encloses, &keep_grads,
-                          &rank_dependent, &reshards))
+    if (!PyArg_ParseTuple(item, "O!OOOsspOpppp", &PyList_Type, &list, &param_dtype, &reduce_dtype,
+                          &offload, &gather_codec, &reduce_codec, &feedback, &low_rank, &encloses,
+                          &keep_grads, &rank_dependent, &reshards))
         return -1;
     unit->encloses = encloses;
     unit->settings = (fsdpc_unit_settings){.keep_grads = keep_grads,
@@ -66,7 +67,8 @@ static int read_unit(PyObject *module, PyObject *item, fsdpc_plan_unit *unit)
         (options->cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options->reduce_dtype) < 0) ||
         fsdpc_py_offload_parse(module, offload, &options->offload) < 0 ||
         fsdpc_py_check(fsdpc_codec_find(gather_codec, &options->gather_codec)) < 0 ||
-        fsdpc_py_check(fsdpc_codec_find(reduce_codec, &unit->settings.reduce_codec)) < 0)
+        fsdpc_py_check(fsdpc_codec_find(reduce_codec, &unit->settings.reduce_codec)) < 0 ||
+        fsdpc_py_low_rank_parse(low_rank, &unit->settings.low_rank) < 0)
         return -1;
     fsdpc_param_spec *specs = fsdpc_py_array(PyList_GET_SIZE(list), sizeof *specs);
     unit->specs = specs;

@@ -9,6 +9,7 @@
  * bind/engine/unit_schedule.c.
  */
 #include "bind/engine.h"
+#include "bind/engine/low_rank.h"
 #include "bind/engine/tier.h"
 
 #include <stddef.h>
@@ -259,20 +260,23 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                       "reduce_dtype", "output_dtype", "cast_forward_inputs",
                       "reshard_after_forward", "keep_grads", "deterministic", "modules", "offload",
                       "band_per_param", "gather_codec", "reduce_codec", "error_feedback",
-                      "error_every", "error_budget");
+                      "error_every", "error_budget", "low_rank");
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *offload = NULL;
+    PyObject *low_rank = NULL;
     int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1, band_per_param = 0;
     const char *codecs[] = {"exact", "exact"};
     int feedback = 0, error_every = 0;
     double error_budget = 0;
     fsdpc_codec reduce_codec;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO!O!O|OOOOpOppiOpsspid", keywords, &name, &PyList_Type, &names,
-            &PyList_Type, &params, &shard, &replicate, &param_dtype, &reduce_dtype, &output_dtype,
-            &cast_inputs, &reshard, &keep_grads, &deterministic, &n_modules, &offload,
-            &band_per_param, &codecs[0], &codecs[1], &feedback, &error_every, &error_budget))
+    fsdpc_low_rank_options sums;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiOpsspidO", keywords, &name,
+                                     &PyList_Type, &names, &PyList_Type, &params, &shard,
+                                     &replicate, &param_dtype, &reduce_dtype, &output_dtype,
+                                     &cast_inputs, &reshard, &keep_grads, &deterministic,
+                                     &n_modules, &offload, &band_per_param, &codecs[0], &codecs[1],
+                                     &feedback, &error_every, &error_budget, &low_rank))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params))
         return PyErr_Format(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -288,7 +292,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
         init_unit(self, name, names, band_per_param != 0, comms, param_dtype, reduce_dtype, offload,
                   codecs[0]) < 0 ||
-        fsdpc_py_check(fsdpc_codec_find(codecs[1], &reduce_codec)) < 0) {
+        fsdpc_py_check(fsdpc_codec_find(codecs[1], &reduce_codec)) < 0 ||
+        fsdpc_py_low_rank_parse(low_rank, &sums) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -302,6 +307,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     settings.error_feedback = feedback != 0;
     settings.error_every = error_every;
     settings.error_budget = error_budget;
+    settings.low_rank = sums;
     if (self->explicit_reshard)
         settings.reshard_after_forward = PyObject_IsTrue(reshard) == 1;
     if (fsdpc_py_check(fsdpc_unit_configure(self->ref->unit, &settings)) < 0) {

@@ -6,6 +6,7 @@
  * Collective calls release the GIL because they wait for the other ranks.
  */
 #include "bind/engine.h"
+#include "bind/engine/low_rank.h"
 
 #include <stddef.h>
 
@@ -230,6 +231,17 @@ static int set_reduce_codec(PyObject *object, PyObject *value, void *Py_UNUSED(u
     return configure(object, &settings);
 }
 
+FSDPC_PY_GETTER(get_low_rank,
+                fsdpc_py_low_rank_new(&fsdpc_unit_settings_of(unit_of(object))->low_rank))
+
+static int set_low_rank(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
+{
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
+    if (fsdpc_py_low_rank_parse(value, &settings.low_rank) < 0)
+        return -1;
+    return configure(object, &settings);
+}
+
 FSDPC_PY_GETTER(get_gather_bytes, PyLong_FromSize_t(fsdpc_unit_gather_bytes(unit_of(object))))
 
 static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
@@ -355,6 +367,7 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FLAG(error_feedback, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, codec_errors, get_codec_errors, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, residuals, get_residuals, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, low_rank, get_low_rank, set_low_rank),
     FSDPC_PY_ATTRIBUTE(Unit, gather_bytes, get_gather_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, apart, get_apart, NULL),

@@ -23,6 +23,8 @@
  */
 #include "bind/torch/unit.h"
 
+#include "engine/optim_backward.h"
+
 /* Takes memory for every flat group, and tells the engine its addresses. */
 static int take(fsdpc_py_torch_unit *self, PyObject *foreign,
                 void (*place)(fsdpc_unit *unit, void *const *groups))

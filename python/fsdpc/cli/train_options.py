@@ -269,8 +269,9 @@ def add_storage_options(group: Any) -> None:
     group.add_argument(
         "--compress",
         type=_compression,
-        metavar="gather=FORM,reduce=FORM",
-        help=f"how parameters and gradients travel between hosts: {', '.join(FORMS)}",
+        metavar="gather=FORM,reduce=FORM,replicas=powersgd8",
+        help=f"how parameters and gradients travel between hosts: {', '.join(FORMS)}; or how "
+        "replicas sum matrices: powersgd and a rank",
     )
 
 

@@ -202,6 +202,7 @@ class _PlannedUnit(NamedTuple):
     gather_codec: str
     reduce_codec: str
     error_feedback: bool
+    low_rank: Any
     encloses: bool  # or is the root
     keep_grads: bool
     rank_dependent: bool
@@ -448,6 +449,7 @@ def _sharded_units(model: Any, rules_of: dict[int, str]) -> list[_PlannedUnit]:
             gather_codec=unit.gather_codec,
             reduce_codec=unit.reduce_codec,
             error_feedback=unit.error_feedback,
+            low_rank=unit.low_rank,
             encloses=encloses,
             keep_grads=unit.keep_grads,
             rank_dependent=unit.rank_dependent,

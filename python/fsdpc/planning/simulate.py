@@ -278,6 +278,11 @@ def simulate(
     o = SimulateOptions(**options)
     _check_positive(hosts=hosts, ranks_per_host=ranks_per_host, bandwidth=bandwidth, flops=flops)
     _check_not_negative(latency=latency)
+    if o.compression is not None and o.compression.replicas is not None:
+        raise NotImplementedError(
+            f"compression={str(o.compression)!r}: simulate() has no model of what replicas compute "
+            "for it; memory_plan() has one of its memory"
+        )
     if not isinstance(model, Module) or any(map(rules.is_sharded, model.modules())):
         what = "sharded already" if isinstance(model, Module) else "no fsdpc.nn.Module"
         raise ValueError(f"{type(model).__name__} is {what}: simulate() shards a model by itself")

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 import fsdpc.torch._version  # noqa: F401, before imports that an old torch lacks
-from fsdpc.sharding.compression import Compression
+from fsdpc.sharding.compression import Compression, PowerSGD
 from fsdpc.sharding.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import backend, optim, sharded_grad_scaler, wrap
@@ -48,7 +48,7 @@ __all__ = [
     "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "Compression", "DistributedDataParallel",
     "EMA", "FSDPModule", "FullOptimStateDictConfig", "FullStateDictConfig",
     "FullyShardedDataParallel", "KernelLinear", "MixedPrecision", "MixedPrecisionPolicy",
-    "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "Outer",
+    "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "Outer", "PowerSGD",
     "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
     "StateDictSettings", "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad",
     "fully_shard", "fully_sharded_data_parallel", "get_model_state_dict",
