@@ -7,19 +7,17 @@ previous class. Parameter names therefore do not change, and nested calls need n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdpc.sharding.fsdp_module import plain_class
 from fsdpc.sharding.rules import is_sharded, outside_units, sharded_class
 from fsdpc.sharding.strategies import ShardingStrategy, host_mesh
-from fsdpc.torch import _device, optim_state, state_dict
+from fsdpc.torch import _comm_hooks, _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
 from fsdpc.torch._mesh import join
 from fsdpc.torch._module import FSDPModule, fully_shard
@@ -29,10 +27,6 @@ from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import StateDictSettings
-
-
-#: Forms of sums between hosts, by the names of torch's hooks.
-_FORMS = {"allreduce_hook": "exact", "bf16_compress_hook": "bf16", "fp16_compress_hook": "fp16"}
 
 
 class FullyShardedDataParallel(FSDPModule):
@@ -149,26 +143,14 @@ class FullyShardedDataParallel(FSDPModule):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Accept torch's own hooks that only choose a dtype: ``Compression(reduce=...)``.
+        """Accept torch's own hooks, as options of :class:`fsdpc.Compression`; call before forwards.
 
         ``bf16_compress_hook`` and ``fp16_compress_hook`` apply to what leaves a host; ranks of a
-        host sum exactly. ``state`` is None or a process group as large as the model's. Call it
-        before the first forward.
+        host sum exactly. Their ``state`` is None or a process group as large as the model's.
+        ``powerSGD_hook`` applies to replicas. Its ``PowerSGDState`` is read once; factors begin
+        with other random numbers than torch's, and ``orthogonalization_epsilon`` is not needed.
         """
-        ranks = math.prod(self._fsdpc_unit.mesh_shape)
-        if state is not None and dist.get_world_size(state) != ranks:
-            raise NotImplementedError(
-                f"register_comm_hook({state!r}): gradients are summed over the model's own "
-                f"{ranks} ranks"
-            )
-        form = _FORMS.get(getattr(hook, "__name__", ""))
-        if form is None or not str(hook.__module__).startswith("torch.distributed.algorithms"):
-            raise NotImplementedError(
-                f"register_comm_hook({hook!r}): gradients are summed inside the engine, which "
-                f"knows torch's own {', '.join(_FORMS)}; read .grad after backward"
-            )
-        for each in states_of(self):  # type: ignore[arg-type]
-            each.unit.reduce_codec = form
+        _comm_hooks.register([each.unit for each in states_of(self)], state, hook)  # type: ignore[arg-type]
 
     def check_is_root(self) -> bool:
         """Return whether this unit is the outermost, which is known after the first forward."""
