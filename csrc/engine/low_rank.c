@@ -8,19 +8,18 @@
  *     gradient = P Q' x scale       rounded as exact sums are
  *     values -= P Q' / replicas     what this sum left out
  *
- * All numbers are sums, not means, over replicas. M has no unit, so an optimizer's or scaler's
- * factors may change between steps, except for loss scales, which are part of the gradients.
+ * All of these are unscaled sums over replicas, so the divide factor may change between steps.
  *
- * Replicas must have equal bits. Sums of an operation do. P, Q' and their product are computed by
- * each replica, so only kernels with the same bits on every instruction set take part: orthonormal.h
- * and flat_ops.h. The two products with M need not be equal, since replicas only sum them.
+ * Replicas must have equal bits. An operation gives all of them the same sums. From these, each
+ * replica computes its gradients only by kernels with the same bits on every instruction set:
+ * orthonormal.h and flat_ops.h. The two products with M need not be equal, since replicas sum them.
  *
- * A NaN or an infinity reaches P through each column of its row, and then every element of the
- * gradient. The step that a scaler then skips also drops what earlier sums left out, and Q, because
- * they would keep the NaN.
+ * A NaN or an infinity in M makes a whole row of P non-finite, and then every element of the
+ * gradient. After such a sum, `values` and Q of the matrix begin at zero, because they would keep
+ * the NaN.
  *
- * Operations read P and Q from buffers of the unit's own, and write sums to private memory: the
- * peers may still read P while Q is being computed.
+ * Operations read the unit's own two buffers and write to private memory, because the peers may
+ * still read P while Q is being computed.
  */
 #include "engine/low_rank.h"
 
@@ -244,6 +243,8 @@ static fsdpc_status post(fsdpc_unit *unit, int i)
                            .scale = 1,
                            .round_dtype = FSDPC_F32};
     own->stage = i ? SECOND : FIRST;
+    if (own->slices[i].numel == 0) /* this rank and its replicas have no matrices */
+        return FSDPC_OK;
     return fsdpc_comm_post(root->replicate, &op, &unit->low_rank_work);
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 import fsdpc
 from fsdpc import MismatchError, PowerSGD, _core, nn
+from fsdpc.cli import plan, simulate
 from fsdpc.distributed import pretend
 
 SHAPES = {"a": (66, 320), "b": (50, 40), "c": (4, 3)}  # the last one is too small for any factor
@@ -332,6 +333,59 @@ def test_memory_is_planned(hosts: int, mesh: tuple[int, int]) -> None:
     fsdpc.shutdown()
 
 
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
+def test_other_sums_have_their_codec(mesh: tuple[int, int]) -> None:
+    pretend.on_hosts(2)
+    fsdpc.init()
+    options = PowerSGD(rank=2, start_step=0)
+    for name, param in (("a", "weight"), ("b", "bias"), ("c", "weight")):
+        found = []
+        for form in (None, "int8"):
+            model = fsdpc.fully_shard(
+                Model(), mesh=fsdpc.init_device_mesh("cpu", mesh),
+                compression=fsdpc.Compression(reduce=form, replicas=options),
+            )  # fmt: skip
+            backward(model, 0)
+            found.append(fsdpc.full_grad(getattr(getattr(model, name), param)).numpy())
+            assert_same_on_all_ranks(found[-1])
+        error = np.abs(found[1] - found[0]).max() / np.abs(found[0]).max()
+        assert (error == 0) == (name == "a")
+        assert error < 0.02
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_flat_groups(place: str, mesh: tuple[int, int], tmp_path: Any) -> None:
+    """Several dtypes in a unit, one of which has only a matrix; another matrix is frozen first."""
+
+    def build_with(replicas: PowerSGD | None) -> Any:
+        model = Model()
+        model.b.weight = nn.Parameter(model.b.weight.detach().to(fsdpc.bfloat16))
+        model.c.weight.requires_grad = False
+        disk = {} if place == "device" else {"path": tmp_path}
+        return fsdpc.fully_shard(
+            model, mesh=fsdpc.init_device_mesh("cpu", mesh),
+            mp_policy=fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.float32),
+            compression=fsdpc.Compression(replicas=replicas),
+            offload_policy=fsdpc.OffloadPolicy(gradients=place, **disk),
+        )  # fmt: skip
+
+    exact, model = build_with(None), build_with(PowerSGD(rank=8, start_step=0))
+    for step in range(4):
+        for each in (exact, model):
+            each.c.weight.requires_grad = step >= 2
+            each.zero_grad()
+            for micro in range(2):
+                backward(each, 2 * step + micro, batch=1)
+        for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+            if p.requires_grad:
+                want = fsdpc.full_grad(q).numpy()
+                assert_near(fsdpc.full_grad(p).numpy(), want, (name, step), 1e-4)
+
+
 @pytest.mark.ranks(2)
 def test_refused() -> None:
     compression = fsdpc.Compression(replicas=PowerSGD())
@@ -359,6 +413,15 @@ def test_one_rank_has_no_replicas() -> None:
     )
     model(fsdpc.ones(1, 64)).sum().backward()
     assert (fsdpc.full_grad(model.weight).numpy() == 1).all()
+
+
+def test_simulate_refuses() -> None:
+    cluster = {"hosts": 2, "ranks_per_host": 1, "bandwidth": 1e9, "latency": 0, "flops": 1e9}
+    compression = fsdpc.Compression(replicas=PowerSGD())
+    with pytest.raises(NotImplementedError, match="no model of what replicas compute for it"):
+        fsdpc.simulate(nn.Linear(64, 64), (8, 64), **cluster, compression=compression)
+    given = ["--preset", "2M", "--compress", "replicas=powersgd8"]
+    assert simulate.main(given) == plan.main([*given, "--memory", "4"]) == 2
 
 
 def test_bad_input() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdpc
-from fsdpc import _core
+from fsdpc import MismatchError, _core
 from fsdpc.torch import (
     Compression,
     DistributedDataParallel,
@@ -184,6 +184,11 @@ def test_refused(tmp_path: Path) -> None:
     sharded: Any = FullyShardedDataParallel(build())
     with pytest.raises(NotImplementedError, match="because its mesh has no replicas"):
         sharded.register_comm_hook(states()[0], theirs.powerSGD_hook)
+    with pytest.raises(MismatchError, match="powerSGD_hook powersgd1.*powerSGD_hook powersgd2"):
+        model.register_comm_hook(
+            theirs.PowerSGDState(None, matrix_approximation_rank=1 + dist.get_rank()),
+            theirs.powerSGD_hook,
+        )
     model.register_comm_hook(states()[0], theirs.powerSGD_hook)
     loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match="has a root: its modules, buffers and sums"):

@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
             sys.stdout.flush()
             print(f"fsdpc plan: nothing fits in {size(found.limit)}", file=sys.stderr, flush=True)
         print(found.advise())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"fsdpc plan: {error}", file=sys.stderr)
         return 2
     return 0 if fits else 2

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
                        compression=o.compress, state_dtype=STATE_DTYPES[o.state_dtype])  # fmt: skip
         found = simulate(model, (o.batch, o.seq), hosts=o.hosts, ranks_per_host=o.ranks_per_host,
                          **options)  # fmt: skip
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         print(f"fsdpc simulate: {error}", file=sys.stderr)
         return 2
     print(header(o, p, model, argv), found, sep="\n")

@@ -248,6 +248,8 @@ def simulate(
 
     Raises
     ------
+    NotImplementedError
+        Replicas compress their sums, whose times are unknown.
     RuntimeError
         The model's forward keeps tensors outside the model.
     TypeError

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdpc import _core
+from fsdpc.distributed.agree import check_agreement
 from fsdpc.sharding.compression import PowerSGD, low_rank
 
 #: Forms of sums between hosts, by the names of torch's hooks.
@@ -16,10 +17,12 @@ _KNOWN = (*_FORMS, "powerSGD_hook")
 
 
 def register(units: list[_core.Unit], state: Any, hook: Any) -> None:
-    """Set up units of one model for a hook of torch.
+    """Set up units of one model for a hook of torch; collective.
 
     Raises
     ------
+    MismatchError
+        Ranks register different hooks.
     NotImplementedError
         The hook is not one of torch's, belongs to a group other than the units', or has already
         taken steps.
@@ -39,10 +42,11 @@ def register(units: list[_core.Unit], state: Any, hook: Any) -> None:
             f"register_comm_hook({group!r}): gradients are summed over the model's own {ranks} "
             "ranks"
         )
-    options = low_rank(_power_sgd(state)) if in_low_rank else None
+    replicas = _power_sgd(state) if in_low_rank else None
+    check_agreement([f"{name} {replicas}"], units[0].comms, "register equal hooks on every rank")
     for unit in units:
-        if in_low_rank:
-            unit.low_rank = options
+        if replicas is not None:
+            unit.low_rank = low_rank(replicas)
         else:
             unit.reduce_codec = _FORMS[name]
 
