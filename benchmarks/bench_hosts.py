@@ -10,7 +10,9 @@ benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--ra
 directions. Each host has half of the cores to itself, as two machines have. A step and its turns
 are those of bench_torch.py; engines use gloo. "native" is fsdpc's own LLaMA of the same shape;
 "native-openmpi" and "native-mpich" are that over an MPI, started by its launcher, told to use TCP.
-"ENGINE:HYBRID_SHARD" shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses.
+"ENGINE:HYBRID_SHARD" shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses,
+"fsdpc:NO_SHARD,replicas=powersgd8" and "ddp:powersgd8" sum in low rank, and with
+"fsdpc:NO_SHARD,outer=10" replicas meet every 10 steps, whose mean counts.
 "Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
 step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
@@ -45,7 +47,6 @@ import mpi_build
 from two_hosts import ADDRESSES, Hosts, missing, two_hosts
 
 ENGINES = ("fsdpc", "native", "fsdp2", "ddp", "local", "native-alone")
-STEPS = bench_torch.WARM + bench_torch.STEPS
 LATENCY = 1e-3  # seconds until a message is under way over gloo, as a timeline of both hosts showed
 PAYLOAD = 1448 / 1514  # of the wire's bytes are not those of frames and TCP
 FREE = (0.0, 1e30)  # latency, and bytes/s of a core, of messages that cost the wire alone
@@ -112,7 +113,8 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, f
     else:
         inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
         found = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
-    sent = (sent_bytes(hosts) - before) / STEPS / 1e6
+    steps = sum(bench_torch.step_counts(engine))
+    sent = (sent_bytes(hosts) - before) / steps / 1e6
     return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
 
 

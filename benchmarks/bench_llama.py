@@ -50,9 +50,13 @@ def measure(step: Any) -> list[float]:
 
 
 def fsdpc_step(
-    preset: str, dtype: str, reduce: str = "fp32", begun: Any = lambda: None, **options: Any
+    preset: str, dtype: str, reduce: str = "fp32", begun: Any = lambda: None, every: int = 0,
+    **options: Any,
 ) -> Callable[[], None]:
-    """A step of our LLaMA, sharded with these options; begun() is called after its barrier."""
+    """A step of our LLaMA, sharded with these options; begun() is called after its barrier.
+
+    Replicas step alone for rounds of `every` steps, unless that is 0.
+    """
     import fsdpc
     from fsdpc import models
 
@@ -68,6 +72,7 @@ def fsdpc_step(
         fsdpc.fully_shard(block, mp_policy=policy, **options)
     fsdpc.fully_shard(model, mp_policy=policy, **options)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
+    outer = fsdpc.Outer(model, every=every) if every else None
     x, y = batch(preset, config.vocab_size)
 
     def step() -> None:
@@ -77,6 +82,8 @@ def fsdpc_step(
         model(x, y).backward()
         fsdpc.clip_grad_norm_(model, 1.0)
         optimizer.step()
+        if outer:
+            outer.step()
 
     return step
 

@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ LLAMAS = {"10M": (2, 256), "41M": (1, 256), "125M": (1, 128)}
 DTYPES = {"10M": ("fp32", "bf16"), "41M": ("fp32", "bf16", "lora"), "125M": ("lora",)}
 MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in DTYPES[p])]
 WARM, STEPS = 4, 12
+SOON = 2  # steps before sums in low rank, which wait for 1,000 by default
 UNITS = 8
 
 
@@ -105,12 +107,30 @@ def workload(name: str) -> tuple[Any, list[Any], Callable[[Any], Any], str]:
 
 
 def ways(strategy: str) -> dict[str, Any]:
-    """Our options for what follows an engine's colon: a strategy, a compression or nothing."""
+    """Our options for what follows an engine's colon: a strategy and a compression, if any."""
     import fsdpc
 
-    if "=" in strategy:
-        return {"compression": fsdpc.Compression.parse(strategy)}
-    return {"strategy": strategy or None}
+    words = [word for word in strategy.split(",") if word and not word.startswith("outer=")]
+    forms = ",".join(word for word in words if "=" in word)
+    found = {"strategy": next((word for word in words if "=" not in word), None)}
+    if not forms:
+        return found
+    compression = fsdpc.Compression.parse(forms)
+    if compression.replicas:
+        soon = replace(compression.replicas, start_step=SOON)
+        compression = replace(compression, replicas=soon)
+    return {**found, "compression": compression}
+
+
+def round_of(strategy: str) -> int:
+    """Steps in a round of outer steps, of what follows an engine's colon; 0: none are made."""
+    return int(strategy.partition("outer=")[2].partition(",")[0] or 0)
+
+
+def step_counts(strategy: str) -> tuple[int, int]:
+    """How many steps warm up, and how many are measured: whole rounds of outer steps."""
+    every = round_of(strategy)
+    return (every, 2 * every) if every else (WARM, STEPS)
 
 
 def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) -> Any:
@@ -134,7 +154,15 @@ def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) 
         hybrid = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy else None
         options["mesh"] = hybrid or init_device_mesh("cpu", (world,))
     elif engine == "ddp":
-        return torch.nn.parallel.DistributedDataParallel(model)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        if strategy.startswith("powersgd"):
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+
+            state = theirs.PowerSGDState(
+                None, int(strategy.removeprefix("powersgd")), start_powerSGD_iter=SOON
+            )
+            model.register_comm_hook(state, theirs.powerSGD_hook)
+        return model
     else:
         return model
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
@@ -151,7 +179,7 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         import fsdpc
 
         fsdpc.init()
-        return {"seconds": measure(native_step(engine, strategy, name), fsdpc.barrier)}
+        return {"seconds": measure(native_step(engine, strategy, name), strategy, fsdpc.barrier)}
     import torch
     import torch.distributed as dist
 
@@ -163,7 +191,7 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
     if engine in NATIVE:
-        return {"seconds": measure(native_step(engine, strategy, name))}
+        return {"seconds": measure(native_step(engine, strategy, name), strategy)}
     model, units, loss_of, dtype = workload(name)
     if engine == "deepspeed":
         return {"seconds": measure(deepspeed_step(model, loss_of, dtype))}
@@ -180,6 +208,11 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(trained, lr=3e-4, fused=True)
         clip = torch.nn.utils.clip_grad_norm_
     autocast = dtype == "bf16" and engine in ("local", "ddp")
+    outer = None
+    if every := round_of(strategy):
+        from fsdpc.torch import Outer
+
+        outer = Outer(model, every=every)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -188,8 +221,10 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         loss.backward()
         clip(trained, 1.0)
         optimizer.step()
+        if outer:
+            outer.step()
 
-    return {"seconds": measure(step)}
+    return {"seconds": measure(step, strategy)}
 
 
 def native_step(engine: str, strategy: str, name: str) -> Callable[[], None]:
@@ -205,7 +240,7 @@ def native_step(engine: str, strategy: str, name: str) -> Callable[[], None]:
     elif engine == "native-alone":
         fsdpc.init(0, 1)
     _, preset, dtype = name.split("-")
-    return bench_llama.fsdpc_step(preset, dtype, **ways(strategy))
+    return bench_llama.fsdpc_step(preset, dtype, every=round_of(strategy), **ways(strategy))
 
 
 def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:
@@ -228,19 +263,26 @@ def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:
     return step
 
 
-def measure(step: Callable[[], None], barrier: Callable[[], None] | None = None) -> list[float]:
-    """Seconds of each step after the warm ones, from a barrier on, torch's by default."""
+def measure(
+    step: Callable[[], None], strategy: str = "", barrier: Callable[[], None] | None = None
+) -> list[float]:
+    """Seconds of each step after the warm ones, from a barrier on, torch's by default.
+
+    Steps of a round of outer steps count as their mean.
+    """
     if barrier is None:
         from torch.distributed import barrier
 
     times = []
-    for i in range(WARM + STEPS):
+    warm, steps = step_counts(strategy)
+    for i in range(warm + steps):
         barrier()
         begin = time.perf_counter()
         step()
-        if i >= WARM:
+        if i >= warm:
             times.append(time.perf_counter() - begin)
-    return times
+    every = round_of(strategy) or 1
+    return [sum(times[i : i + every]) / every for i in range(0, steps, every)]
 
 
 def run_steps(models: list[str], engines: list[str], rounds: int, png: Path | None) -> None:
