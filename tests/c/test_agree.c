@@ -8,6 +8,7 @@ static fsdpc_status open_mesh(rig *r, int shards, fsdpc_mesh *mesh)
 {
     fsdpc_param_spec specs[] = {rig_spec("w", FSDPC_F32, 2, ROWS, COLUMNS, 0),
                                 rig_spec("bias", FSDPC_BF16, 1, 70, 0, 0)};
+    *mesh = (fsdpc_mesh){0};
     FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank / shards, r->rank, &mesh->shard));
     FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank % shards, r->rank, &mesh->replicate));
     for (int u = 0; u < 2; u++) {
