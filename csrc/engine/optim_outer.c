@@ -5,14 +5,19 @@
  * Units meet one after another, inside the step's epoch. There is thus one buffer and one array of
  * means, as large as the largest unit's shard. Both are created by the first outer step.
  *
+ * Masters of replicas differ, so nothing compares them. Instead, a unit's operations carry a checksum
+ * of its anchors and of the options; replicas with other ones fail before they step.
+ *
  * SGD steps a parameter in place. A run therefore copies the anchors to the masters, steps these
  * (which also writes the parameter buffer), and copies them back.
  */
 #include "engine/optim_outer.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/size.h"
 #include "engine/optim.h"
 #include "ops/flat_ops.h"
@@ -156,8 +161,10 @@ bool fsdpc_optim_outer_steps(const fsdpc_optim *optim, const param_states *own)
 DEFINE_SUBTRACT(subtract_f32, float)
 DEFINE_SUBTRACT(subtract_f64, double)
 
-/* Writes a parameter's difference, in the dtype of its gradient, which is the master's. */
-static void write_difference(const fsdpc_optim *optim, const unit_states *states, int param)
+/* Writes a parameter's difference, in the dtype of its gradient, which is the master's. Adds its
+ * anchor to a checksum. */
+static void write_difference(const fsdpc_optim *optim, const unit_states *states, int param,
+                             uint32_t *sum)
 {
     const fsdpc_unit *unit = states->unit;
     const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
@@ -168,10 +175,29 @@ static void write_difference(const fsdpc_optim *optim, const unit_states *states
     if (local.numel == 0)
         return;
     const void *master = master_of(unit, param, &local);
+    *sum = fsdpc_crc32c(*sum, anchor, local.numel * element);
     if (group->grad_dtype == FSDPC_F64)
         subtract_f64(out, anchor, master, local.numel);
     else
         subtract_f32(out, anchor, master, local.numel);
+}
+
+static uint32_t hash_options(const fsdpc_hyper *hyper)
+{
+    const double options[] = {hyper->lr, hyper->momentum, hyper->nesterov};
+    return fsdpc_crc32c(0, options, sizeof options);
+}
+
+static fsdpc_status say_drift(fsdpc_status status)
+{
+    char text[768];
+    if (status != FSDPC_ERR_MISMATCH)
+        return status;
+    snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    return fsdpc_fail(status,
+                      "%s; in an outer step, replicas need the same lr, momentum and nesterov and "
+                      "the same anchors: set options on every rank, and load the last checkpoint",
+                      text);
 }
 
 fsdpc_status fsdpc_optim_outer_meet(const fsdpc_optim *optim, const unit_states *states)
@@ -187,30 +213,32 @@ fsdpc_status fsdpc_optim_outer_meet(const fsdpc_optim *optim, const unit_states 
     if (!outer->buffer)
         FSDPC_TRY(create_buffer(optim));
     FSDPC_TRY(fsdpc_buffer_idle_wait(outer->buffer, unit->name));
-    memset(outer->buffer->data, 0,
-           unit->grad_bytes); /* padding, and parameters without an anchor */
+    /* for padding, and parameters without an anchor */
+    memset(outer->buffer->data, 0, unit->grad_bytes);
+    uint32_t sum = hash_options(&optim->hypers[outer->group]);
     for (int p = 0; p < unit->layout->n_params; p++)
         if (states->params[p].stepping)
-            write_difference(optim, states, p);
+            write_difference(optim, states, p, &sum);
     for (int g = 0; g < unit->n_trained; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
-        FSDPC_TRY(
-            fsdpc_comm_run(outer->comm, &(fsdpc_coll){.kind = FSDPC_COLL_REDUCE_ALL,
-                                                      .unit = unit->id,
-                                                      .codec = outer->codec,
-                                                      .what = unit->name,
-                                                      .dtype = group->grad_dtype,
-                                                      .epoch = (uint64_t)round,
-                                                      .slices = &group->whole,
-                                                      .n_slices = 1,
-                                                      .buffer = outer->buffer,
-                                                      .offset = group->grad_offset,
-                                                      .same_filling = g > 0,
-                                                      .tree = unit->settings.deterministic,
-                                                      .shard = outer->means + group->grad_offset,
-                                                      .shard_dtype = group->grad_dtype,
-                                                      .scale = 1.0 / outer->comm->size,
-                                                      .round_dtype = group->grad_dtype}));
+        const fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_ALL,
+                               .unit = unit->id,
+                               .codec = outer->codec,
+                               .what = unit->name,
+                               .dtype = group->grad_dtype,
+                               .epoch = (uint64_t)round,
+                               .slices = &group->whole,
+                               .n_slices = 1,
+                               .buffer = outer->buffer,
+                               .offset = group->grad_offset,
+                               .trains = sum,
+                               .same_filling = g > 0,
+                               .tree = unit->settings.deterministic,
+                               .shard = outer->means + group->grad_offset,
+                               .shard_dtype = group->grad_dtype,
+                               .scale = 1.0 / outer->comm->size,
+                               .round_dtype = group->grad_dtype};
+        FSDPC_TRY(say_drift(fsdpc_comm_run(outer->comm, &op)));
     }
     return FSDPC_OK;
 }

@@ -178,6 +178,23 @@ def test_loss_scalers_of_replicas_skip_together() -> None:
     assert scaler.get_scale() == 4.0
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)])
+def test_steps_inside_backward_have_the_same_bits(mesh: tuple[int, int]) -> None:
+    found = []
+    for inside in (False, True):
+        model, optimizer, rounds = start(*mesh, every=2, **NESTEROV)
+        if inside:
+            optimizer.step_in_backward()
+        for step in range(4):
+            model(*batch(step, fsdpc.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rounds.step()
+        found.append(parameters(model))
+    assert_same(*found)
+
+
 @pytest.mark.ranks(2)
 def test_audits_are_refused() -> None:
     model = fsdpc.fully_shard(nn.Linear(8, 4), mesh=fsdpc.init_device_mesh("cpu", (2, 1)))
@@ -310,6 +327,19 @@ def test_replicas_start_equal_and_train_the_same_parameters() -> None:
     rounds = fsdpc.Outer(model, every=1)
     model[1].bias.requires_grad_(True)
     with pytest.raises(RuntimeError, match="1 parameters are trained .* the first is '1.bias'"):
+        rounds.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["lr", "anchor"])
+def test_replicas_that_drift_apart_fail(what: str) -> None:
+    model, optimizer, rounds = start(2, 1, every=1)
+    if fsdpc.rank() == 1 and what == "lr":
+        rounds.lr = 0.5
+    elif fsdpc.rank() == 1:
+        rounds.optimizer.state_views(next(iter(model.parameters())))["anchor"].fill_(0.5)
+    inner_step(model, optimizer, 0)
+    with pytest.raises(MismatchError, match="replicas need the same lr, .* the same anchors"):
         rounds.step()
 
 
