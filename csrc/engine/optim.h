@@ -73,10 +73,12 @@ fsdpc_status fsdpc_optim_step_whole_alone(fsdpc_optim *optim, int group,
 
 /* -- outer steps of replicas that train apart (optim_outer.h) ----------------------------------- */
 
-/* Makes the replicas of all units of an optimizer of kind OUTER train apart, and copies the masters
- * to the anchors. Call it after adding parameters and before the first forward. All units have the
- * same replicas, on CPUs, with masters, gradients and states in memory. `codec`: the form of
- * differences between hosts. */
+/* Makes a unit's replicas train apart. Call it before the first forward, for all units of a model. */
+fsdpc_status fsdpc_unit_train_apart(fsdpc_unit *unit);
+
+/* Makes the units of an optimizer of kind OUTER train apart, and copies the masters to the anchors.
+ * Call it after adding parameters. All units have the same replicas, on CPUs, with masters,
+ * gradients and states in memory. `codec`: the form of differences between hosts. */
 fsdpc_status fsdpc_optim_outer_begin(fsdpc_optim *optim, fsdpc_codec codec);
 
 /* Chooses the hyper-parameter group that the following steps are of. These are collective over

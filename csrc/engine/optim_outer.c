@@ -24,19 +24,13 @@
 
 /* ---- Begin ---- */
 
-static fsdpc_status check_unit(const fsdpc_optim *optim, const unit_states *states)
+static fsdpc_status check_apart(const fsdpc_unit *unit)
 {
-    const fsdpc_unit *unit = states->unit;
-    const fsdpc_comm *replicas = unit->mesh.replicate;
-    if (!replicas || replicas->size == 1)
+    if (!unit->mesh.replicate || unit->mesh.replicate->size == 1)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "unit '%s' has no replicas for outer steps: call fully_shard with "
                           "mesh=init_device_mesh('cpu', (replicas, shards))",
                           unit->name);
-    if (replicas != optim->units[0].unit->mesh.replicate)
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "units '%s' and '%s' are on different meshes, but outer steps need one",
-                          optim->units[0].unit->name, unit->name);
     if (unit->device->remote)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "unit '%s' is on a GPU: outer steps work on CPUs only", unit->name);
@@ -45,6 +39,27 @@ static fsdpc_status check_unit(const fsdpc_optim *optim, const unit_states *stat
                           "unit '%s' has run a forward, which shares gradients with its replicas: "
                           "set up outer steps before the first forward",
                           unit->name);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_unit_train_apart(fsdpc_unit *unit)
+{
+    FSDPC_TRY(check_apart(unit));
+    bool by_default = unit->settings.divide_factor == fsdpc_mesh_ranks(&unit->mesh);
+    unit->mesh.apart = true;
+    if (by_default)
+        unit->settings.divide_factor = fsdpc_mesh_ranks(&unit->mesh);
+    return FSDPC_OK;
+}
+
+static fsdpc_status check_unit(const fsdpc_optim *optim, const unit_states *states)
+{
+    const fsdpc_unit *unit = states->unit;
+    FSDPC_TRY(check_apart(unit));
+    if (unit->mesh.replicate != optim->units[0].unit->mesh.replicate)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "units '%s' and '%s' are on different meshes, but outer steps need one",
+                          optim->units[0].unit->name, unit->name);
     for (int p = 0; p < unit->layout->n_params; p++) {
         const fsdpc_place *place = &unit->layout->params[p];
         if (states->params[p].group < 0)
@@ -60,14 +75,6 @@ static fsdpc_status check_unit(const fsdpc_optim *optim, const unit_states *stat
                               unit->name);
     }
     return FSDPC_OK;
-}
-
-static void set_apart(fsdpc_unit *unit)
-{
-    bool by_default = unit->settings.divide_factor == fsdpc_mesh_ranks(&unit->mesh);
-    unit->mesh.apart = true;
-    if (by_default)
-        unit->settings.divide_factor = fsdpc_mesh_ranks(&unit->mesh);
 }
 
 /* Returns this rank's rows of a parameter's anchor. */
@@ -121,7 +128,7 @@ fsdpc_status fsdpc_optim_outer_begin(fsdpc_optim *optim, fsdpc_codec codec)
         .codec = codec, .group = -1, .comm = optim->units[0].unit->mesh.replicate};
     optim->outer = outer;
     for (int i = 0; i < optim->n_units; i++)
-        set_apart(optim->units[i].unit);
+        FSDPC_TRY(fsdpc_unit_train_apart(optim->units[i].unit));
     return FSDPC_OK;
 }
 

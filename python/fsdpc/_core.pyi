@@ -2346,6 +2346,8 @@ class Unit:
 
     def take_options(self, other: Unit, /) -> None:
         """Copy the settings of the unit that this one replaces."""
+    def train_apart(self) -> None:
+        """Let its replicas meet only in outer steps; call it before the first forward."""
 
 def optimizers() -> dict[str, tuple[str, int]]:
     """Return the table of optimizers: the options of each, and its number of states by default."""

@@ -321,13 +321,34 @@ def test_replicas_start_equal_and_train_the_same_parameters() -> None:
         local.fill_(float(fsdpc.rank()))
     with pytest.raises(MismatchError, match="replicas start from different values of 'weight'"):
         fsdpc.Outer(model, every=2)
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
-    model[1].bias.requires_grad_(False)
+    for frozen in (True, False):
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+        model[1].bias.requires_grad_(not frozen)
+        fsdpc.fully_shard(model, mesh=mesh)
+        rounds = fsdpc.Outer(model, every=1)
+        model[1].bias.requires_grad_(frozen)
+        with pytest.raises(RuntimeError, match="1 parameters were frozen .* is '1.bias'"):
+            rounds.step()
+
+
+@pytest.mark.ranks(4)
+def test_frozen_units_belong_to_the_model() -> None:
+    """They have one schedule with the others, which does not meet replicas."""
+    mesh = fsdpc.init_device_mesh("cpu", (2, 2))
+    fsdpc.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 4))
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    for layer in model:
+        fsdpc.fully_shard(layer, mesh=mesh)
     fsdpc.fully_shard(model, mesh=mesh)
-    rounds = fsdpc.Outer(model, every=1)
-    model[1].bias.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="1 parameters are trained .* the first is '1.bias'"):
-        rounds.step()
+    rounds = fsdpc.Outer(model, every=4)
+    optimizer = fsdpc.optim.SGD(model[1:].parameters(), lr=0.1)
+    for _ in range(4 if fsdpc.rank() < 2 else 6):  # more steps than the other replica
+        model(fsdpc.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(unit.apart for unit in rounds._units())
 
 
 @pytest.mark.ranks(2)

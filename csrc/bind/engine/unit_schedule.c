@@ -158,6 +158,11 @@ static PyObject *unit_take_options(PyObject *object, PyObject *other)
     return configure(object, &settings) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *unit_train_apart(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    return fsdpc_py_none(fsdpc_unit_train_apart(unit_of(object)));
+}
+
 static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
 {
     int backward;
@@ -297,6 +302,7 @@ PyMethodDef fsdpc_py_unit_schedule_methods[] = {
     FSDPC_PY_METHOD(Unit, set_is_last_backward, unit_set_is_last_backward, METH_O),
     FSDPC_PY_METHOD(Unit, set_ahead, unit_set_ahead, METH_VARARGS),
     FSDPC_PY_METHOD(Unit, take_options, unit_take_options, METH_O),
+    FSDPC_PY_METHOD(Unit, train_apart, unit_train_apart, METH_NOARGS),
     FSDPC_PY_METHOD(Unit, schedule, unit_schedule, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -70,7 +70,7 @@ class Rounds:
         for group in range(self.groups):
             end = (group + 1) * self.every // self.groups
             if self.calls % self.every == end % self.every:
-                self._refuse_unfrozen()
+                self._refuse_changed()
                 self.optimizer.end_round(group, self.options())
 
     def comms(self) -> tuple[_core.Comm, _core.Comm]:
@@ -84,6 +84,10 @@ class Rounds:
 
     def _named(self) -> Iterable[tuple[str, Any]]:
         """Return all of the model's parameters by name."""
+        raise NotImplementedError
+
+    def _units(self) -> Iterable[_core.Unit]:
+        """Return all of the model's units."""
         raise NotImplementedError
 
     def _groups_of(self, params: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
@@ -111,6 +115,9 @@ class Rounds:
                 raise ValueError(f"unit '{unit.name}' has an Outer already")
         self.optimizer._core.outer_begin(compression or "exact")
         self._params = params
+        for unit in self._units():  # frozen ones too: a model has one schedule
+            if unit.comms[1:] == [self.comms()[1]]:
+                unit.train_apart()
         agreed(self._compare_replicas)
         _owners.update((unit, weakref.ref(self)) for unit in units)
 
@@ -129,13 +136,13 @@ class Rounds:
                 "weights on every rank before making the Outer"
             )
 
-    def _refuse_unfrozen(self) -> None:
-        strays = [n for n, p in self._named() if p.requires_grad and n not in self._params]
-        if strays:
+    def _refuse_changed(self) -> None:
+        changed = [n for n, p in self._named() if p.requires_grad != (n in self._params)]
+        if changed:
             raise RuntimeError(
-                f"{len(strays)} parameters are trained that were frozen when the Outer was made, "
-                f"the first is '{strays[0]}': replicas would keep their own values of them; "
-                "unfreeze parameters before making the Outer"
+                f"{len(changed)} parameters were frozen or unfrozen since the Outer was made, the "
+                f"first is '{changed[0]}': replicas could keep their own values of them; set "
+                "requires_grad before making the Outer"
             )
 
 
@@ -251,6 +258,10 @@ class Outer(Rounds):
 
     def _place(self, p: Parameter) -> tuple[_core.Unit, int]:
         return p._unit, p._index
+
+    def _units(self) -> Iterable[_core.Unit]:
+        found = (getattr(m, "_fsdpc_unit", None) for m in self._model.modules())
+        return {unit for unit in found if unit is not None}
 
 
 __all__ = ["Outer"]

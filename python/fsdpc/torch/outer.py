@@ -12,6 +12,7 @@ from fsdpc import _core
 from fsdpc.optim.outer import Rounds
 from fsdpc.torch import optim_state
 from fsdpc.torch._flat_optimizer import FlatOptimizer
+from fsdpc.torch._unit import refuse_missing, states_of
 
 
 class _Optimizer(FlatOptimizer):
@@ -91,6 +92,9 @@ class Outer(Rounds):
     ) -> None:
         super().__init__(every, groups, lr, momentum, nesterov)
         self._model = model
+        for state in states_of(model):
+            if state.missing:
+                refuse_missing(state)
         params = {n: p for n, p in self._named() if p.requires_grad}
         if plain := [n for n, p in params.items() if not hasattr(p, "fsdpc")]:
             raise ValueError(
@@ -108,3 +112,6 @@ class Outer(Rounds):
 
     def _place(self, p: Any) -> tuple[_core.Unit, int]:
         return p.fsdpc.unit, p.fsdpc._index
+
+    def _units(self) -> Iterable[_core.Unit]:
+        return [state.unit for state in states_of(self._model)]
