@@ -429,6 +429,8 @@ def test_bad_input() -> None:
                   {"min_compression_rate": 0}):  # fmt: skip
         with pytest.raises(ValueError, match=f"PowerSGD\\({next(iter(wrong))}="):
             PowerSGD(**wrong)
+    with pytest.raises(ValueError, match="error_feedback=True of codecs keeps"):
+        fsdpc.Compression(reduce="int8", error_feedback=True, replicas=PowerSGD())
     with pytest.raises(TypeError, match="replicas must be a PowerSGD, got 'powersgd8'"):
         fsdpc.Compression(replicas="powersgd8")
     for options in OPTIONS:
