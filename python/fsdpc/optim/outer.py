@@ -174,8 +174,8 @@ class Outer(Rounds):
     momentum : float, default 0.9
     nesterov : bool, default True
     groups : int, default 1
-        Streams: the model's units are split into so many groups, in order. Group g of them ends its
-        rounds (g + 1) / groups of a round after the first step, so that fewer bytes travel at once.
+        The model's units are split into so many groups, in order, which take turns. The first round
+        of group g has ``(g + 1) * every // groups`` steps, and its other rounds have ``every``.
     compression : {"bf16", "fp16", "int8", "fp8", "int4"}, optional
         The form of differences between hosts, as of gradients in :class:`fsdpc.Compression`.
 
@@ -189,8 +189,9 @@ class Outer(Rounds):
     Raises
     ------
     ValueError
-        The mesh has no replicas, an option is out of range, or parameters are neither float32 nor
-        float64.
+        The mesh has no replicas, an option is out of range, or the model has an Outer already.
+    TypeError
+        A trainable parameter is neither float32 nor float64.
     RuntimeError
         The model has run a forward already.
     NotImplementedError

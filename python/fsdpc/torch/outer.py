@@ -55,7 +55,7 @@ class Outer(Rounds):
 
     Raises
     ------
-    ValueError, RuntimeError, NotImplementedError, MismatchError
+    ValueError, TypeError, RuntimeError, NotImplementedError, MismatchError
         As for :class:`fsdpc.Outer`.
 
     Notes
