@@ -120,7 +120,8 @@ def test_beside_torch(
     assert state.compression_stats()[0] > 1
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert ratio(p.detach(), q.detach()) < TOLERANCE, name
-    dist.destroy_process_group()
+    # gloo's group must outlive the function: its end would hold the GIL while it waits for its
+    # threads, which need the GIL to release the hook's futures.
 
 
 @pytest.mark.ranks(4)
