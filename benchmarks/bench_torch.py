@@ -154,8 +154,11 @@ def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) 
         hybrid = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy else None
         options["mesh"] = hybrid or init_device_mesh("cpu", (world,))
     elif engine == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        if strategy.startswith("powersgd"):
+        low_rank = strategy.startswith("powersgd")
+        # Over gloo, the hook's callbacks post the sums of several buckets in different orders.
+        caps = {"bucket_cap_mb": 2**12} if low_rank else {}
+        model = torch.nn.parallel.DistributedDataParallel(model, **caps)
+        if low_rank:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
             state = theirs.PowerSGDState(
@@ -281,6 +284,7 @@ def measure(
         step()
         if i >= warm:
             times.append(time.perf_counter() - begin)
+    barrier()  # a rank that ended earlier would cut its peers' connections
     every = round_of(strategy) or 1
     return [sum(times[i : i + every]) / every for i in range(0, steps, every)]
 
