@@ -1,8 +1,8 @@
 """Losses of a LLaMA whose messages between hosts are compressed.
 
 The native frontend trains on the bytes of the repository's documentation, on two ranks of two
-pretended hosts, from several starts with each compression. The spread of the exact runs over starts
-says which differences mean something.
+pretended hosts, from several starts with each compression. "outer=10" makes replicas meet in every
+tenth step. The spread of the exact runs over starts says which differences mean something.
 
 python benchmarks/bench_compression.py [--preset 2M] [--steps 1000] [--starts 3]
                                        [--only exact gather=int8 ...]
@@ -27,7 +27,8 @@ import common
 SEQ, BATCH, LR, EVERY = 128, 4, 1e-3, 50
 FORMS = ("exact", "gather=bf16,reduce=bf16", "gather=int8", "reduce=int8",
          "gather=int8,reduce=int8", "gather=fp8,reduce=fp8", "gather=int4",
-         "reduce=int4")  # fmt: skip
+         "reduce=int4", "reduce=int8,error_feedback=yes", "reduce=int4,error_feedback=yes",
+         "replicas=powersgd8:start_step=50", "outer=10")  # fmt: skip
 
 
 def train(form: str, preset: str, steps: int, start: int) -> list[float]:
@@ -35,12 +36,16 @@ def train(form: str, preset: str, steps: int, start: int) -> list[float]:
     fsdpc.manual_seed(start)
     model = fsdpc.models.Llama(fsdpc.models.preset(preset))
     options: dict[str, Any] = {}
-    if form != "exact":
+    every = int(form.partition("outer=")[2] or 0)
+    if every or "replicas=" in form:
+        options["strategy"] = "NO_SHARD"
+    if form != "exact" and not every:
         options["compression"] = fsdpc.Compression.parse(form)
     for block in model.blocks():
         fsdpc.fully_shard(block, **options)
     fsdpc.fully_shard(model, **options)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=LR)
+    outer = fsdpc.Outer(model, every=every) if every else None
     pages = sorted((common.ROOT / "docs").glob("*.md"))
     data = np.frombuffer(b"".join(page.read_bytes() for page in pages), np.uint8).astype(np.int64)
     rng = np.random.default_rng([start, fsdpc.rank()])
@@ -54,6 +59,8 @@ def train(form: str, preset: str, steps: int, start: int) -> list[float]:
         fsdpc.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if outer:
+            outer.step()
         seen.append(loss.item())
     means = fsdpc.all_gather(np.array([seen])).reshape(-1, steps // EVERY, EVERY).mean((0, 2))
     return [float(mean) for mean in means]

@@ -1,5 +1,6 @@
-/* All decisions depend only on numbers that all ranks share: the count of steps, the settings, and sums
- * that an all-reduce has given to every rank. A change of a gather's codec marks the unit's masters
+/* All decisions depend only on numbers that all ranks share: the count of backwards, the settings, and
+ * sums that an all-reduce has given to every rank. Backwards are counted rather than optimizer steps,
+ * which a frontend may take without the engine. A change of a gather's codec marks the unit's masters
  * as changed. The next copy-in, in which all ranks take part, then rounds them in the new way.
  */
 #include "engine/codec_error.h"
@@ -66,17 +67,17 @@ fsdpc_coded_report fsdpc_unit_coded_report(const fsdpc_unit *unit, fsdpc_coded w
 static bool measures(const fsdpc_unit *unit)
 {
     int every = unit->settings.error_every;
-    return every > 0 && unit->root && unit->root->steps % (uint64_t)every == 0;
+    return every > 0 && unit->root && unit->root->backwards_ended % (uint64_t)every == 0;
 }
 
 fsdpc_codec fsdpc_codec_now(const fsdpc_unit *unit, fsdpc_coded which)
 {
     fsdpc_codec asked =
         which == FSDPC_CODED_GATHER ? unit->gather_codec : unit->settings.reduce_codec;
-    return unit->coded[which].report.exact ? FSDPC_CODEC_EXACT : asked;
+    return unit->coded[which].report.exact && !measures(unit) ? FSDPC_CODEC_EXACT : asked;
 }
 
-/* Sets where an operation's squares are to be added, if this step is measured. */
+/* Sets where an operation's squares are to be added, if this backward is measured. */
 static const fsdpc_codec_error *to_measure(fsdpc_unit *unit, fsdpc_coded which,
                                            fsdpc_codec_error *error)
 {
@@ -121,7 +122,8 @@ static void take(fsdpc_exact_sum *sum, fsdpc_exact_sum *to)
     memset(sum, 0, sizeof *sum);
 }
 
-/* Takes the sums of all ranks: sets the error of gathers or reductions, and whether they send exact numbers now. */
+/* Takes the sums of all ranks: sets the error of gathers or reductions, and whether they send exact
+ * numbers now. */
 static void judge(fsdpc_unit *unit, fsdpc_coded which, const fsdpc_exact_sum *left_out,
                   const fsdpc_exact_sum *meant)
 {
@@ -132,7 +134,7 @@ static void judge(fsdpc_unit *unit, fsdpc_coded which, const fsdpc_exact_sum *le
         return;
     a->report.measured = true;
     a->report.error = sqrt(fsdpc_exact_sum_value(left_out) / whole);
-    a->report.step = unit->root->steps;
+    a->report.backwards = unit->root->backwards_ended;
     a->report.exact =
         unit->settings.error_budget > 0 && a->report.error > unit->settings.error_budget;
     if (!a->report.exact)
@@ -141,7 +143,8 @@ static void judge(fsdpc_unit *unit, fsdpc_coded which, const fsdpc_exact_sum *le
     if (!a->said && unit->root->comm->world_rank == 0)
         FSDPC_WARN(&unit->root->comm->log,
                    "%s of unit '%s' have a relative error of %.3g with codec %s, and the budget is "
-                   "%.3g: they send exact numbers, except in every %dth step, which tries again",
+                   "%.3g: they send exact numbers, except in every %dth backward, which tries "
+                   "again",
                    names[which], unit->name, a->report.error,
                    fsdpc_codec_name(which == FSDPC_CODED_GATHER ? unit->gather_codec
                                                                 : unit->settings.reduce_codec),
@@ -189,13 +192,11 @@ fsdpc_status fsdpc_codec_errors_agree(const fsdpc_root *root)
     return status;
 }
 
-void fsdpc_codec_errors_step(const fsdpc_root *root)
+void fsdpc_codec_errors_count(fsdpc_root *root)
 {
+    root->backwards_ended++;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
-        for (int which = 0; which < FSDPC_CODED_COUNT && measures(unit); which++) {
-            unit->dirty |= which == FSDPC_CODED_GATHER && unit->coded[which].report.exact;
-            unit->coded[which].report.exact = false;
-        }
+        unit->dirty |= measures(unit) && unit->coded[FSDPC_CODED_GATHER].report.exact;
     }
 }

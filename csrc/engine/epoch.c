@@ -33,7 +33,6 @@
 #include <string.h>
 
 #include "engine/acts.h"
-#include "engine/codec_error.h"
 #include "engine/fill.h"
 #include "engine/unsharded.h"
 #include "engine/gather.h"
@@ -281,7 +280,6 @@ fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
     FSDPC_TRY(begin_sharded(root));
     fsdpc_comm_locate(root->comm, "an optimizer's step", root->units[0]->name);
     root->steps++;
-    fsdpc_codec_errors_step(root);
     FSDPC_TRY(
         announce(root, FSDPC_EPOCH_OPTIM, root->units[0], FSDPC_EPOCH_CHANGED | FSDPC_EPOCH_STEP));
     fsdpc_status status = decide(root, root->units[0]);

@@ -234,8 +234,8 @@ static fsdpc_status plan_low_rank(const planner *p, const fsdpc_plan_unit *unit,
         if (hosts->hosts > 1)
             FSDPC_TRY(emit(p, "sums in transit", FSDPC_MEM_REDUCE,
                            fsdpc_comm_hosts_staging_bytes(FSDPC_COLL_REDUCE_ALL, FSDPC_F32,
-                                                          FSDPC_CODEC_EXACT, bytes, 1,
-                                                          hosts->hosts, hosts->local_size),
+                                                          FSDPC_CODEC_EXACT, bytes, 1, hosts->hosts,
+                                                          hosts->local_size),
                            1, FSDPC_PLAN_MEMORY));
     }
     return FSDPC_OK;

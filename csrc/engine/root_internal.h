@@ -98,9 +98,10 @@ struct fsdpc_root {
     uint64_t turns;
     fsdpc_unit **reducing; /* units with a posted reduction, oldest first; n_units entries */
     int n_reducing;
-    uint64_t generation; /* generation of the parameter buffer's contents */
-    uint64_t steps;      /* optimizer steps taken */
-    uint64_t compared;   /* agree.h: bytes of masters before the next slice to compare with
+    uint64_t generation;      /* generation of the parameter buffer's contents */
+    uint64_t steps;           /* optimizer steps taken */
+    uint64_t backwards_ended; /* written by codec_error.c */
+    uint64_t compared;        /* agree.h: bytes of masters before the next slice to compare with
                           * replicas */
     fsdpc_epoch_progress epoch_progress;
     fsdpc_epoch_note note;   /* this rank's last announcement */

@@ -411,6 +411,7 @@ static fsdpc_status end_root(fsdpc_root *root)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
         FSDPC_TRY(fsdpc_codec_errors_agree(root));
     }
+    fsdpc_codec_errors_count(root);
     FSDPC_TRY(fsdpc_backward_agree(root));
     for (int i = 0; i < root->n_units && steps; i++) {
         fsdpc_unit *unit = root->units[i];

@@ -52,7 +52,7 @@ typedef struct fsdpc_unit_settings {
     fsdpc_codec reduce_codec; /* the form of sums between hosts */
     /* What codecs leave out (codec_error.h): */
     bool error_feedback;             /* is added to the next reduction */
-    int error_every;                 /* is measured every so many steps; 0: never */
+    int error_every;                 /* is measured in every so many backwards; 0: never */
     double error_budget;             /* is at most this part of what is sent; 0: no limit */
     fsdpc_low_rank_options low_rank; /* how replicas sum matrices */
 } fsdpc_unit_settings;
@@ -92,9 +92,9 @@ typedef enum fsdpc_coded { FSDPC_CODED_GATHER, FSDPC_CODED_REDUCE, FSDPC_CODED_C
 
 typedef struct fsdpc_coded_report {
     bool measured;
-    double error;  /* relative, of all ranks */
-    uint64_t step; /* when it was measured */
-    bool exact;    /* above the budget: numbers are sent exactly */
+    double error;       /* relative, of all ranks */
+    uint64_t backwards; /* before it was measured */
+    bool exact;         /* above the budget: numbers are sent exactly */
 } fsdpc_coded_report;
 
 fsdpc_coded_report fsdpc_unit_coded_report(const fsdpc_unit *unit, fsdpc_coded which);

@@ -2263,7 +2263,7 @@ class Unit:
         self,
     ) -> tuple[tuple[float, int, bool] | None, tuple[float, int, bool] | None]:
         """Of gathers and of reductions, or None if never measured: the relative error of all
-        ranks, the optimizer step in which it was measured, and whether numbers are sent exactly,
+        ranks, the number of backwards before it was measured, and whether numbers are sent exactly,
         as it exceeds the budget."""
     @property
     def residuals(self) -> list[Tensor | None]:

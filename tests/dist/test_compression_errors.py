@@ -84,7 +84,7 @@ def test_shards_get_what_the_definition_says(hosts: int, form: str, feedback: bo
         got = backward(model, step)
         np.testing.assert_allclose(got, want[:66] / 4, rtol=1e-5, atol=2e-5)
         (row,) = fsdpc.compression_report(model).operations
-        assert row.operation == "reduce" and row.step == step and not row.exact
+        assert row.operation == "reduce" and row.backwards == step and not row.exact
         assert row.error == pytest.approx(relative(missed, meant), rel=2e-4)
         optimizer.step()
         optimizer.zero_grad()
@@ -147,7 +147,7 @@ def test_gathers_are_measured(form: str) -> None:
         backward(model, step)
         (row,) = fsdpc.compression_report(model).operations
         errors.append(row.error)
-        assert row.operation == "gather" and row.step == step // 2 * 2
+        assert row.operation == "gather" and row.backwards == step // 2 * 2
         if step % 2 == 0:
             missed = master - rounded(master, form)
             assert row.error == pytest.approx(relative([missed], [master]), rel=1e-5)
@@ -189,7 +189,7 @@ def test_above_the_budget_sums_are_exact(strategy: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
         assert (backward(modest, step) != want).any()
         (row,) = fsdpc.compression_report(model).operations
-        assert row.exact and row.error > 0.05 and row.step == step // 3 * 3
+        assert row.exact and row.error > 0.05 and row.backwards == step // 3 * 3
         assert not fsdpc.compression_report(modest).operations[0].exact
         optimizer.step()
         for m in (model, exact, modest):
@@ -218,7 +218,8 @@ def test_above_the_budget_parameters_are_exact(reshard: bool) -> None:
         np.testing.assert_array_equal(weight_in_use(model), want, str(step))
         (model(fsdpc.tensor(x)) * fsdpc.tensor(dy)).sum().backward()
         assert fsdpc.compression_report(model).operations[0].exact
-        np.testing.assert_array_equal(weight_in_use(model), master, str(step))
+        again = rounded(master, "int4") if (step + 1) % 3 == 0 else master
+        np.testing.assert_array_equal(weight_in_use(model), again, str(step))
         if step % 2:
             optimizer.step()
         else:  # frozen masters: the codec of the next step changes nevertheless
@@ -288,12 +289,12 @@ def test_bad_input() -> None:
         fsdpc.Compression(gather="int8", budget=1.5)
     with pytest.raises(ValueError, match="budget=0.1 with every=0"):
         fsdpc.Compression(gather="int8", budget=0.1, every=0)
-    with pytest.raises(ValueError, match="every=-1 must be a number of steps, or 0"):
+    with pytest.raises(ValueError, match="every=-1 must be a number of backwards, or 0"):
         fsdpc.Compression(gather="int8", every=-1)
     whole = fsdpc.Compression(reduce="int4", error_feedback=True, budget=0.2, every=100)
     assert str(whole) == "reduce=int4,error_feedback=yes,budget=0.2,every=100"
     assert fsdpc.Compression.parse(str(whole)) == whole
     for text in ("reduce=int4,error_feedback=maybe", "reduce=int4,budget=x"):
-        with pytest.raises(ValueError, match="error_feedback=yes, budget=NUMBER or every=STEPS"):
+        with pytest.raises(ValueError, match="error_feedback=yes, budget=NUMBER or every=B"):
             fsdpc.Compression.parse(text)
     assert str(fsdpc.compression_report(nn.Linear(2, 2))) == "no unit is compressed"

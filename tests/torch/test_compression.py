@@ -144,8 +144,25 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (unit, *form) for unit in ("0", "Sequential") for form in
         (("gather", "int8"), ("reduce", "int4"))
     }  # fmt: skip
-    assert all(0 < row.error < 0.2 and row.step == 0 for row in rows)
+    assert all(0 < row.error < 0.2 and row.backwards == 0 for row in rows)
     leave()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, fsdpc.torch.optim.AdamW])
+def test_every_second_backward_is_measured(make: Any) -> None:
+    """Whichever optimizer steps the parameters."""
+    model = fully_shard(nn.Linear(64, 64), compression=Compression(gather="int8", every=2))
+    optimizer = make(model.parameters(), lr=1e-2)
+    seen = []
+    for _ in range(4):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (row,) = fsdpc.compression_report(model).operations
+        seen.append((row.backwards, row.error))
+    assert [backwards for backwards, _ in seen] == [0, 0, 2, 2]
+    assert seen[0] == seen[1] and seen[1][1] != seen[2][1]
 
 
 @pytest.mark.ranks(4, init=False)

@@ -317,9 +317,10 @@ static PyObject *get_codec_errors(PyObject *object, void *Py_UNUSED(unused))
     PyObject *reports = PyTuple_New(FSDPC_CODED_COUNT);
     for (int i = 0; reports && i < FSDPC_CODED_COUNT; i++) {
         fsdpc_coded_report r = fsdpc_unit_coded_report(unit_of(object), i);
-        PyObject *report = !r.measured ? Py_NewRef(Py_None)
-                                       : Py_BuildValue("(dKN)", r.error, (unsigned long long)r.step,
-                                                       PyBool_FromLong(r.exact));
+        PyObject *report = !r.measured
+                               ? Py_NewRef(Py_None)
+                               : Py_BuildValue("(dKN)", r.error, (unsigned long long)r.backwards,
+                                               PyBool_FromLong(r.exact));
         if (!report)
             Py_CLEAR(reports);
         else

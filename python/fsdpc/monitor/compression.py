@@ -9,7 +9,7 @@ from typing import Any
 from fsdpc.display import html
 from fsdpc.sharding import rules
 
-HEAD = ("unit", "operation", "form", "relative error", "at step", "now")
+HEAD = ("unit", "operation", "form", "relative error", "at backward", "now")
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class CompressedOperation:
     form : str
         The form of its numbers; see :class:`fsdpc.Compression`.
     error : float or None
-        Of all ranks' messages in the last measured step: the root of the sum of squares of what
+        Of all ranks' messages in the last measured backward: the root of the sum of squares of what
         they left out, over that of what was to be sent. None before the first measurement.
-    step : int or None
-        The number of optimizer steps before that measurement.
+    backwards : int or None
+        How many backwards came before that one.
     exact : bool
-        The error exceeds the budget, and numbers are sent exactly until the next measured step.
+        The error exceeds the budget, and numbers are sent exactly until the next measured backward.
 
     Examples
     --------
@@ -41,12 +41,12 @@ class CompressedOperation:
     operation: str
     form: str
     error: float | None
-    step: int | None
+    backwards: int | None
     exact: bool
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of a table whose headings are ``HEAD``."""
-        measured = ("-", "-") if self.error is None else (f"{self.error:.2%}", str(self.step))
+        measured = ("-", "-") if self.error is None else (f"{self.error:.2%}", str(self.backwards))
         error = measured[0].replace("%", " %")
         now = "exact" if self.exact else self.form
         return self.unit, self.operation, self.form, error, measured[1], now
@@ -103,7 +103,7 @@ class CompressionReport:
 
 
 def compression_report(model: Any) -> CompressionReport:
-    """Return what the messages of a model's units left out in the last measured step.
+    """Return what the messages of a model's units left out in the last measured backward.
 
     Parameters
     ----------
@@ -113,8 +113,8 @@ def compression_report(model: Any) -> CompressionReport:
     Returns
     -------
     CompressionReport
-        The same on all ranks. Steps are measured as ``Compression(every=)`` says; a reduction that
-        stays on one host sends no codes and is never measured.
+        The same on all ranks. ``Compression(every=)`` says which backwards are measured; a
+        reduction that stays on one host sends no codes and is never measured.
 
     Examples
     --------

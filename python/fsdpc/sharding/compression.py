@@ -8,7 +8,7 @@ from typing import Any
 #: The engine's forms of numbers between hosts, besides "exact".
 FORMS = ("bf16", "fp16", "int8", "fp8", "int4")
 AXES = ("gather", "reduce")
-EVERY = 50  # steps between two measured ones
+EVERY = 50  # backwards from one measured one to the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +128,9 @@ class Compression:
         with an optimizer contain it.
     budget : float, optional
         The largest relative error, in (0, 1). Gathers or reductions of a unit with a larger one
-        send exact numbers until the next measured step. Rank 0 says so once.
+        send exact numbers until the next measured backward. Rank 0 says so once.
     every : int, default 50
-        How many optimizer steps pass from one measured step to the next; see
+        How many backwards pass from one measured one to the next; see
         :func:`fsdpc.compression_report`. 0: none is measured.
     replicas : PowerSGD, optional
         How replicas sum matrices, also within a host; ``reduce`` is then for all other sums.
@@ -188,11 +188,11 @@ class Compression:
                 "replicas= sums matrices otherwise: leave one of them out"
             )
         if self.every != int(self.every) or not 0 <= self.every < 2**31:
-            raise ValueError(f"every={self.every!r} must be a number of steps, or 0")
+            raise ValueError(f"every={self.every!r} must be a number of backwards, or 0")
         if self.budget is not None and not (0 < self.budget < 1 and self.every):
             raise ValueError(
                 f"budget={self.budget!r} with every={self.every}: a budget is a relative error "
-                "in (0, 1), and takes measured steps"
+                "in (0, 1), and takes measured backwards"
             )
 
     def __str__(self) -> str:
@@ -226,8 +226,8 @@ class Compression:
         except (ValueError, KeyError):
             raise ValueError(f"{text!r}: say gather=FORM, reduce=FORM or both, with a comma; "
                              f"FORM is one of {', '.join(FORMS)}; then error_feedback=yes, "
-                             "budget=NUMBER or every=STEPS if you like; or replicas=powersgd8 for "
-                             "replicas") from None  # fmt: skip
+                             "budget=NUMBER or every=BACKWARDS if you like; or replicas=powersgd8 "
+                             "for replicas") from None  # fmt: skip
         if "replicas" in given:
             given["replicas"] = PowerSGD.parse(given["replicas"])
         return cls(**given)
