@@ -47,9 +47,11 @@ class Replicas:
     """
 
     def __init__(self, rounds: Rounds, model: Any, saved: Saved | None = None) -> None:
-        self.rounds = rounds
+        self.rounds: Rounds = rounds
         shard, replicas = rounds.comms()
-        self.mine, self.count, self.shards = replicas.rank, replicas.size, shard.size
+        self.mine: int = replicas.rank
+        self.count: int = replicas.size
+        self.shards: int = shard.size
         self.states: States = states_of(rounds.optimizer, model, saved)
         ending = f".{ANCHOR}"
         self.anchors: dict[str, Shard] = {

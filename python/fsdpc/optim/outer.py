@@ -43,8 +43,11 @@ class Rounds:
             raise ValueError(f"every={every!r}: a round has one step or more")
         if not isinstance(groups, int) or not 1 <= groups <= every:
             raise ValueError(f"groups={groups!r}: from 1 to the {every} steps of a round")
-        self.every, self.groups = every, groups
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.every: int = every
+        self.groups: int = groups
+        self.lr: float = lr
+        self.momentum: float = momentum
+        self.nesterov: bool = nesterov
         self.calls: int = 0
         self._params: dict[str, Any] = {}
 
@@ -251,7 +254,7 @@ class Outer(Rounds):
                 "call fully_shard(module, mesh=...) before making the Outer"
             )
         split = [{"params": group} for group in self._groups_of(params)]
-        self.optimizer = _Optimizer(split, self.options())
+        self.optimizer: Any = _Optimizer(split, self.options())
         self._begin(params, compression)
 
     def _named(self) -> Iterable[tuple[str, Any]]:

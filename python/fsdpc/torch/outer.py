@@ -102,7 +102,7 @@ class Outer(Rounds):
                 "call fully_shard(module, mesh=...) before making the Outer"
             )
         split = [{"params": [p for _, p in group]} for group in self._groups_of(params)]
-        self.optimizer = _Optimizer(split, self.options())
+        self.optimizer: Any = _Optimizer(split, self.options())
         self.optimizer.follow()
         self._begin(params, compression)
 
