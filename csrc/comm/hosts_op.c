@@ -236,6 +236,15 @@ static fsdpc_status decode_sums(const fsdpc_hosts_comm *self, const fsdpc_hosts_
     return fsdpc_codec_decode(coll->codec, &rows, message, to, &stream);
 }
 
+/* Decodes the message that came from the `i`th of the other hosts; exact sums are in place. */
+static fsdpc_status decode_theirs(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op, size_t i,
+                                  size_t numel, unsigned char *to)
+{
+    if (!is_coded(&op->work->op))
+        return FSDPC_OK;
+    return decode_sums(self, op, message_at(op, i, numel), numel, to);
+}
+
 /* Returns the size of a message with `numel` sums. */
 static size_t message_bytes(const fsdpc_coll *coll, size_t numel)
 {
@@ -333,10 +342,7 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         if (h == self->this_host)
             continue;
         unsigned char *theirs = op->there.data + (size_t)came * bytes;
-        if (is_coded(coll))
-            FSDPC_TRY(decode_sums(self, op, message_at(op, (size_t)came, sums_numel(coll)),
-                                  sums_numel(coll), theirs));
-        came++;
+        FSDPC_TRY(decode_theirs(self, op, (size_t)came++, sums_numel(coll), theirs));
         sums[h] = theirs;
     }
     return add_sums(self, op, sums, self->n_hosts);
@@ -360,10 +366,7 @@ static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         if (h == self->this_host)
             continue;
         unsigned char *theirs = op->there.data + (size_t)h * part.bytes;
-        if (is_coded(&op->work->op))
-            FSDPC_TRY(decode_sums(self, op, message_at(op, (size_t)came, part.numel), part.numel,
-                                  theirs));
-        came++;
+        FSDPC_TRY(decode_theirs(self, op, (size_t)came++, part.numel, theirs));
         srcs[h] = theirs;
     }
     return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,

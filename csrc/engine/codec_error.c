@@ -1,7 +1,8 @@
-/* All decisions depend only on numbers that all ranks share: the count of backwards, the settings, and
- * sums that an all-reduce has given to every rank. Backwards are counted rather than optimizer steps,
- * which a frontend may take without the engine. A change of a gather's codec marks the unit's masters
- * as changed. The next copy-in, in which all ranks take part, then rounds them in the new way.
+/* All decisions depend only on numbers that all ranks share: the count of backwards, the settings,
+ * and sums that an all-reduce has given to every rank. Backwards are counted rather than optimizer
+ * steps, which a frontend may take without the engine. A change of a gather's codec marks the unit's
+ * masters as changed. The next copy-in, in which all ranks take part, then rounds them in the new
+ * way.
  */
 #include "engine/codec_error.h"
 
@@ -70,18 +71,22 @@ static bool measures(const fsdpc_unit *unit)
     return every > 0 && unit->root && unit->root->backwards_ended % (uint64_t)every == 0;
 }
 
+static fsdpc_codec codec_of(const fsdpc_unit *unit, fsdpc_coded which)
+{
+    return which == FSDPC_CODED_GATHER ? unit->gather_codec : unit->settings.reduce_codec;
+}
+
 fsdpc_codec fsdpc_codec_now(const fsdpc_unit *unit, fsdpc_coded which)
 {
-    fsdpc_codec asked =
-        which == FSDPC_CODED_GATHER ? unit->gather_codec : unit->settings.reduce_codec;
-    return unit->coded[which].report.exact && !measures(unit) ? FSDPC_CODEC_EXACT : asked;
+    bool exact = unit->coded[which].report.exact && !measures(unit);
+    return exact ? FSDPC_CODEC_EXACT : codec_of(unit, which);
 }
 
 /* Sets where an operation's squares are to be added, if this backward is measured. */
 static const fsdpc_codec_error *to_measure(fsdpc_unit *unit, fsdpc_coded which,
                                            fsdpc_codec_error *error)
 {
-    bool now = measures(unit) && fsdpc_codec_now(unit, which) != FSDPC_CODEC_EXACT;
+    bool now = measures(unit) && codec_of(unit, which) != FSDPC_CODEC_EXACT;
     error->left_out = now ? &unit->coded[which].left_out : NULL;
     error->meant = now ? &unit->coded[which].meant : NULL;
     return now || error->residual ? error : NULL;
@@ -146,9 +151,8 @@ static void judge(fsdpc_unit *unit, fsdpc_coded which, const fsdpc_exact_sum *le
                    "%.3g: they send exact numbers, except in every %dth backward, which tries "
                    "again",
                    names[which], unit->name, a->report.error,
-                   fsdpc_codec_name(which == FSDPC_CODED_GATHER ? unit->gather_codec
-                                                                : unit->settings.reduce_codec),
-                   unit->settings.error_budget, unit->settings.error_every);
+                   fsdpc_codec_name(codec_of(unit, which)), unit->settings.error_budget,
+                   unit->settings.error_every);
     a->said = true;
 }
 

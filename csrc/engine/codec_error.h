@@ -1,9 +1,10 @@
-/* What codecs leave out of a unit's messages: measured for reports, kept for the next reduction, and
- * limited.
+/* What codecs leave out of a unit's messages: measured for reports, kept for the next reduction,
+ * and limited.
  *
  * Measuring. In every `error_every`th backward, and in copy-ins before it, the squares of what is
- * left out are summed exactly, as are those of what was to be sent. At the end of such a backward, all ranks add their sums, so that the relative errors are the same on all ranks. A
- * reduction on one host sends no codes and has no error.
+ * left out are summed exactly, as are those of what was to be sent. At the end of such a backward,
+ * all ranks add their sums, so that the relative errors are the same on all ranks. A reduction on
+ * one host sends no codes and has no error.
  *
  * Limit. Gathers or reductions whose error exceeds `error_budget` send exact numbers until the next
  * measured backward, which tries the codec again.
@@ -33,8 +34,8 @@ bool fsdpc_codec_errors_due(const fsdpc_root *root);
 /* Call at the end of such a backward, on all ranks, once its reductions are complete. */
 fsdpc_status fsdpc_codec_errors_agree(const fsdpc_root *root);
 
-/* Call then at the end of each backward, to count it. If the next one is measured, it uses the codecs
- * again. */
+/* Call then at the end of each backward, to count it. If the next one is measured, it uses the
+ * codecs again. */
 void fsdpc_codec_errors_count(fsdpc_root *root);
 
 #endif

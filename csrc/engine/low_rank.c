@@ -61,8 +61,8 @@ struct fsdpc_low_rank {
 
 /* ---- Life ---- */
 
-/* Returns where a local shard's gradients are. A shard group of one rank sums the reduce buffer,
- * which has the layout of the unsharded parameters; partials have that of a shard. */
+/* Returns the position of a local shard's gradients. A shard group of one rank sums the reduce
+ * buffer, which has the layout of the unsharded parameters; partials have that of a shard. */
 static size_t source_of(const fsdpc_unit *unit, int param, const fsdpc_local_shard *local)
 {
     return unit->layout->ranks == 1 ? unit->layout->params[param].unsharded_offset

@@ -6,9 +6,9 @@
  * over replicas of (anchor - master) as the gradient of SGD, steps the anchors, and makes the
  * masters equal to them. Sums and steps are in the master's dtype, fp32 or fp64.
  *
- * optim.h has the functions that begin and choose a step. Steps are the optimizer's own; this file has what
- * differs: which parameters are stepped, their gradient, and the kernel call. Anchors and momentum
- * are states of the optimizer.
+ * optim.h has the functions that begin and choose a step. Steps are the optimizer's own; this file
+ * has what differs: which parameters are stepped, their gradient, and the kernel call. Anchors and
+ * momentum are states of the optimizer.
  */
 #ifndef FSDPC_ENGINE_OPTIM_OUTER_H
 #define FSDPC_ENGINE_OPTIM_OUTER_H

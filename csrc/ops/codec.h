@@ -44,9 +44,9 @@ typedef struct fsdpc_codec_rows {
     size_t row, numel;
 } fsdpc_codec_rows;
 
-/* What messages leave out: the difference between numbers and what their messages decode to. Parts of
- * some 64 Ki elements that contain a NaN or an infinity, or decode to one, leave `residual` as it
- * was. */
+/* What messages leave out: the difference between numbers and what their messages decode to. Parts
+ * of some 64 Ki elements that contain a NaN or an infinity, or decode to one, leave `residual` as
+ * it was. */
 typedef struct fsdpc_codec_error {
     float *residual; /* added to the numbers before they are encoded, and then what this message
                       * leaves out; NULL: none */

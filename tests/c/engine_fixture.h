@@ -229,6 +229,17 @@ static inline fsdpc_status rig_give_all(rig *r, int unit)
     return FSDPC_OK;
 }
 
+/* Writes the units whose reductions were posted to `result`, in order: +10 if over replicas. */
+static inline void rig_note_reductions(rig *r)
+{
+    int n = 0;
+    for (size_t i = 0; i < fsdpc_trace_length(r->trace); i++) {
+        const fsdpc_trace_event *e = fsdpc_trace_at(r->trace, i);
+        if (e->kind == FSDPC_TRACE_REDUCE || e->kind == FSDPC_TRACE_ALL_REDUCE)
+            r->result[n++ % 16] = e->unit + (e->kind == FSDPC_TRACE_ALL_REDUCE ? 10 : 0);
+    }
+}
+
 static inline fsdpc_status rig_backward_of(rig *r, int unit)
 {
     FSDPC_TRY(fsdpc_pre_backward(r->units[unit], r->seen));

@@ -255,12 +255,7 @@ static fsdpc_status two_stages(rig *r)
     FSDPC_TRY(fsdpc_post_backward(r->units[1]));
     FSDPC_TRY(rig_give_all(r, 0));
     FSDPC_TRY(fsdpc_backward_end(r->root));
-    int n = 0;
-    for (size_t i = 0; i < fsdpc_trace_length(r->trace); i++) {
-        const fsdpc_trace_event *e = fsdpc_trace_at(r->trace, i);
-        if (e->kind == FSDPC_TRACE_REDUCE || e->kind == FSDPC_TRACE_ALL_REDUCE)
-            r->result[n++ % 16] = e->unit + (e->kind == FSDPC_TRACE_ALL_REDUCE ? 10 : 0);
-    }
+    rig_note_reductions(r);
     rig_close_units(r);
     fsdpc_comm_destroy(column);
     fsdpc_comm_destroy(row);
