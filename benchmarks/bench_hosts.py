@@ -1,13 +1,15 @@
-"""Training over two hosts: fsdpc beside torch FSDP2 and DDP on the same wire.
+"""Training over hosts: fsdpc beside torch FSDP2 and DDP on the same wires.
 
-    python benchmarks/bench_hosts.py [--models llama-10M-fp32 ...] [--rates 1gbit none] [--ranks 2]
-                                     [--engines fsdpc native fsdp2 ddp local ...] [--rounds 3]
+    python benchmarks/bench_hosts.py [--models llama-10M-fp32 ...] [--rates 1gbit none] [--hosts 2]
+                                     [--ranks 2] [--engines fsdpc native fsdp2 ddp local ...]
+                                     [--rounds 3]
     python benchmarks/bench_hosts.py --epoch [--rounds 3]
     python benchmarks/bench_hosts.py --wire [--rates 1gbit none] [--rounds 3]
 
-The hosts are two network namespaces of this machine, joined by a pair of veth devices, which the
-benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--rates` shapes both
-directions. Each host has half of the cores to itself, as two machines have. A step and its turns
+The hosts are network namespaces of this machine, joined by veth devices (and a bridge, if there are
+more than two), which the benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2.
+`--rates` shapes both directions of each wire. Each host has its share of the cores to itself, or
+shares one if there are fewer cores than hosts. A step and its turns
 are those of bench_torch.py; engines use gloo. "native" is fsdpc's own LLaMA of the same shape;
 "native-openmpi" and "native-mpich" are that over an MPI, started by its launcher, told to use TCP.
 "ENGINE:HYBRID_SHARD" shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses,
@@ -44,7 +46,7 @@ import bench_torch
 import common
 
 import mpi_build
-from two_hosts import ADDRESSES, Hosts, missing, two_hosts
+from net_hosts import ADDRESSES, Hosts, missing, net_hosts
 
 ENGINES = ("fsdpc", "native", "fsdp2", "ddp", "local", "native-alone")
 LATENCY = 1e-3  # seconds until a message is under way over gloo, as a timeline of both hosts showed
@@ -55,10 +57,11 @@ WIRE_PORT, WIRE_PIECE, WIRE_PIECES, WARM_TURNS = 29617, 2_240_000, 18, 2  # as a
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
 
 
-def own_cores(host: int) -> list[str]:
-    """What is put before a command that runs on the cores of a host."""
+def own_cores(host: int, n: int = 2) -> list[str]:
+    """What is put before a command that runs on the cores of one of `n` hosts."""
     cores = sorted(os.sched_getaffinity(0))
-    return ["taskset", "-c", ",".join(map(str, cores[host::2] or cores))]
+    mine = cores[host::n] or [cores[host % len(cores)]]
+    return ["taskset", "-c", ",".join(map(str, mine))]
 
 
 def sent_bytes(hosts: Hosts) -> int:
@@ -68,23 +71,24 @@ def sent_bytes(hosts: Hosts) -> int:
 
 
 def mpiexec(family: str, ranks: int, hosts: Hosts, command: list[str]) -> list[str]:
-    """What starts a command on all ranks of both hosts by this MPI, over TCP."""
+    """What starts a command on all ranks of all hosts by this MPI, over TCP."""
     compiler = Path(mpi_build.find_compilers()[family])
     launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
-    each = str(ranks // 2)
+    addresses = ADDRESSES[: hosts.n]
+    each = str(ranks // hosts.n)
     network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
     options = {
         "openmpi": ["--mca", "plm_rsh_agent", str(hosts.agent), "--mca", "btl", "tcp,self",
                     "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network,
                     "--bind-to", "none"],
         "mpich": ["-launcher", "ssh", "-launcher-exec", str(hosts.agent), "-iface", "v0",
-                  "-hosts", ",".join(ADDRESSES), "-ppn", each],
+                  "-hosts", ",".join(addresses), "-ppn", each],
     }[family]  # fmt: skip
     words = [*hosts.inside[0], launcher, *options]
-    for i, address in enumerate(ADDRESSES):
+    for i, address in enumerate(addresses):
         words += [":"] if i else []
         words += ["--host", f"{address}:{each}"] if family == "openmpi" else []
-        words += ["-n", each, *own_cores(i)]
+        words += ["-n", each, *own_cores(i, hosts.n)]
         words += command
     return words
 
@@ -111,7 +115,7 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, f
     if engine.partition(":")[0] in bench_torch.BY_MPI:
         found = run_by_mpi(engine.partition(":")[0].partition("-")[2], words, ranks, hosts)
     else:
-        inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
+        inside = [[*host, *own_cores(i, hosts.n)] for i, host in enumerate(hosts.inside)]
         found = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
     steps = sum(bench_torch.step_counts(engine))
     sent = (sent_bytes(hosts) - before) / steps / 1e6
@@ -119,7 +123,7 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, f
 
 
 def simulated(
-    model: str, ranks: int, rate: str, alone_ms: float, strategy: str = "",
+    model: str, ranks: int, rate: str, alone_ms: float, strategy: str = "", hosts: int = 2,
     latency: float = LATENCY, core: float = CORE,
 ) -> Any:
     """Return simulate() of a LLaMA whose computation takes as long as alone.
@@ -139,7 +143,7 @@ def simulated(
 
     def step(flops: float) -> fsdpc.Simulation:
         return fsdpc.simulate(
-            built, bench_torch.LLAMAS[preset], hosts=2, ranks_per_host=ranks // 2,
+            built, bench_torch.LLAMAS[preset], hosts=hosts, ranks_per_host=ranks // hosts,
             bandwidth=min(RATES[rate], 1e12) / 8 * PAYLOAD, latency=latency, flops=flops,
             core_bandwidth=core, mp_policy=policy, strategy=strategy or "FULL_SHARD",
         )  # fmt: skip
@@ -147,9 +151,9 @@ def simulated(
     return step(step(1e12).flops / alone_ms * 1e3)
 
 
-def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> None:
-    """The rows of one model on one wire."""
-    with two_hosts(rate) as hosts:
+def run(model: str, engines: list[str], n: int, ranks: int, rate: str, rounds: int) -> None:
+    """The rows of one model on `n` hosts with wires of one rate."""
+    with net_hosts(n, rate) as hosts:
         turns: dict[str, list[tuple[float, float, float]]] = {e: [] for e in engines}
         for _ in range(rounds):
             for engine in engines:
@@ -161,13 +165,13 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
         alone = ms.get("native-alone" if native else "local", float("nan"))
         _, sent, pss = (statistics.median(column) for column in zip(*turns[engine]))
         wire = sent * 1e6 * 8 / RATES[rate] * 1e3
-        row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
+        row = [rate, model, f"{n}, {ranks}", engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
                f"{sent:.1f}", f"{pss:,.0f}", "", ""]  # fmt: skip
         known = name in ("fsdpc", "native") and "=" not in strategy
         if known and model.startswith("llama-") and alone == alone:
             for i, cost in enumerate([(LATENCY, CORE), FREE]):
-                found = simulated(model, ranks, rate, alone, strategy, *cost)
+                found = simulated(model, ranks, rate, alone, strategy, n, *cost)
                 row[i - 2] = f"{found.step * 1e3:.0f}"
         common.row([str(cell).replace("nan", "") for cell in row])
 
@@ -218,7 +222,7 @@ def epoch_turn() -> dict[str, Any]:
 
 def run_epoch(rounds: int) -> None:
     """The row of an epoch."""
-    with two_hosts("none") as hosts:
+    with net_hosts() as hosts:
         inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
         turns = [common.run_ranks(__file__, ["--epoch-turn"], 2, hosts=inside)
                  for _ in range(rounds)]  # fmt: skip
@@ -268,7 +272,7 @@ def run_wire(rates: list[str], rounds: int) -> None:
     """The rows of a plain sender and receiver."""
     rows = []
     for rate in rates:
-        with two_hosts(rate) as hosts:
+        with net_hosts(rate=rate) as hosts:
             inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
             turns = [common.run_ranks(__file__, ["--wire-turn"], 2, hosts=inside)
                      for _ in range(rounds)]  # fmt: skip
@@ -285,7 +289,8 @@ def main() -> None:
                    choices=bench_torch.MODELS)  # fmt: skip
     p.add_argument("--engines", nargs="+", default=ENGINES)
     p.add_argument("--rates", nargs="+", default=["1gbit", "none"], choices=RATES)
-    p.add_argument("--ranks", type=int, default=2, help="over both hosts")
+    p.add_argument("--hosts", type=int, default=2)
+    p.add_argument("--ranks", type=int, help="over all hosts (default: one each)")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--epoch", action="store_true", help="an epoch in which nothing changed, alone")
     p.add_argument("--wire", action="store_true", help="what plain sockets take, alone")
@@ -305,12 +310,12 @@ def main() -> None:
     if o.wire:
         run_wire(o.rates, o.rounds)
         return
-    common.table(["wire", "model", "ranks", "engine", "ms a step (range)",
+    common.table(["wire", "model", "hosts, ranks", "engine", "ms a step (range)",
                   f"over {o.engines[0]}'s", "over the floor", "MB sent a step", "peak PSS MiB",
                   "simulated ms", "of free messages"], [])  # fmt: skip
     for rate in o.rates:
         for model in o.models:
-            run(model, list(o.engines), o.ranks, rate, o.rounds)
+            run(model, list(o.engines), o.hosts, o.ranks or o.hosts, rate, o.rounds)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import fsdpc
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import mpi_build  # noqa: E402
-import two_hosts  # noqa: E402
+import net_hosts  # noqa: E402
 
 # Packages that tests import, and that the package does without.
 PACKAGES = (
@@ -74,8 +74,8 @@ def need_mpi(family: str) -> None:
 def need_hosts() -> None:
     """What makes two hosts of this machine."""
     if os.geteuid() != 0:  # CI too: .ci/run may be a user's, and root's only where it installs
-        pytest.skip(f"{two_hosts.missing()}", allow_module_level=True)
-    need(two_hosts.missing())
+        pytest.skip(f"{net_hosts.missing()}", allow_module_level=True)
+    need(net_hosts.missing())
 
 
 def need_nccl(ranks: int) -> None:

@@ -26,7 +26,7 @@ from training import ON_GPU
 
 sys.path.insert(0, str(ROOT / "tools"))
 import mpi_build  # noqa: E402
-import two_hosts  # noqa: E402
+import net_hosts  # noqa: E402
 
 HERE = Path(__file__).parent
 SOON_S = 5.0
@@ -90,7 +90,7 @@ def pretended(nccl: dict[str, str], tmp_path: Path) -> Ranks:
 @pytest.fixture
 def namespaces(nccl: dict[str, str], tmp_path: Path) -> Iterator[Ranks]:
     need_hosts()
-    with two_hosts.two_hosts() as hosts:
+    with net_hosts.net_hosts() as hosts:
         yield Ranks(nccl, tmp_path, hosts.inside)
 
 

@@ -37,7 +37,7 @@ LEAVE_S = 10.0  # for what launchers have started to end after them
 PATIENCE_S = 120
 
 sys.path.insert(0, str(ROOT / "tools"))
-import two_hosts  # noqa: E402
+import net_hosts  # noqa: E402
 
 need_hosts()
 
@@ -75,19 +75,19 @@ CELLS = [Cell(f, p, by) for by in LAUNCHERS for f in FAULTS for p in PHASES]
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[two_hosts.Hosts]:
-    with two_hosts.two_hosts() as made:
+def hosts() -> Iterator[net_hosts.Hosts]:
+    with net_hosts.net_hosts() as made:
         yield made
 
 
 def commands(
-    cell: Cell, hosts: two_hosts.Hosts, program: list[str], given: list[str]
+    cell: Cell, hosts: net_hosts.Hosts, program: list[str], given: list[str]
 ) -> list[list[str]]:
     """What is started on each host; ranks are given these variables."""
     if cell.launcher == "torchrun":
         need_torch()
         run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
-               f"--master-addr={two_hosts.ADDRESSES[0]}", "--master-port=29531"]
+               f"--master-addr={net_hosts.ADDRESSES[0]}", "--master-port=29531"]
         return [[*inside, *run, f"--node-rank={i}", *program]
                 for i, inside in enumerate(hosts.inside)]
     need_mpi(cell.launcher)
@@ -112,7 +112,7 @@ class Found(NamedTuple):
 class Run:
     """Launchers that have been started, what their ranks leave, and how busy the machine is."""
 
-    def __init__(self, cell: Cell, hosts: two_hosts.Hosts, folder: Path, **more: str) -> None:
+    def __init__(self, cell: Cell, hosts: net_hosts.Hosts, folder: Path, **more: str) -> None:
         self.folder, self.hosts, self.launchers = folder, hosts, []
         door = "torch" if cell.launcher == "torchrun" else "native"
         environment = {
@@ -170,7 +170,7 @@ class Run:
             launcher.wait()
 
 
-def happen(cell: Cell, hosts: two_hosts.Hosts, folder: Path, **more: str) -> Found:
+def happen(cell: Cell, hosts: net_hosts.Hosts, folder: Path, **more: str) -> Found:
     if cell.fault == "stop":
         more = {"FSDPC_TIMEOUT_S": str(DEADLINE_S), **more}
     run = Run(cell, hosts, folder, **more)
@@ -247,10 +247,10 @@ def check_launcher(cell: Cell, found: Found) -> None:
     if cell.launcher == "mpich" and cell.fault in ("exit", "exception") and found.survivors:
         return  # they have named host and neighbour; it is silent about a status that is no signal
     if cell.launcher == "mpich":  # it may name a neighbour, killed by itself or ended by UCX
-        assert f"RUNNING AT {two_hosts.ADDRESSES[1]}" in found.output, found.output
+        assert f"RUNNING AT {net_hosts.ADDRESSES[1]}" in found.output, found.output
         assert re.search(f"EXIT CODE: ({status}|9|1)\n", found.output), found.output
     else:
-        assert re.search(f"on node {two_hosts.ADDRESSES[1]} exited on signal {status}"
+        assert re.search(f"on node {net_hosts.ADDRESSES[1]} exited on signal {status}"
                          f"|,{VICTIM}\\]\\s+Exit code: +{status}", found.output), found.output
 
 
@@ -258,7 +258,7 @@ def check_launcher(cell: Cell, found: Found) -> None:
     "cell",
     [pytest.param(c, id=str(c), marks=[] if c in QUICK else [pytest.mark.soak]) for c in CELLS],
 )
-def test_a_fault(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+def test_a_fault(cell: Cell, hosts: net_hosts.Hosts, tmp_path: Path) -> None:
     names = shm_names()
     found = happen(cell, hosts, tmp_path)
     check(cell, found)
@@ -275,7 +275,7 @@ def saved(folder: Path) -> list[bytes]:
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_cable_that_comes_back(
-    launcher: str, hosts: two_hosts.Hosts, tmp_path: Path
+    launcher: str, hosts: net_hosts.Hosts, tmp_path: Path
 ) -> None:
     """Training goes on, with the bits of a run whose cable stayed."""
 
@@ -308,7 +308,7 @@ def test_a_cable_that_comes_back(
     ],
     ids=str,
 )
-def test_without_a_watch(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+def test_without_a_watch(cell: Cell, hosts: net_hosts.Hosts, tmp_path: Path) -> None:
     """The deadline ends what no connection tells of; who waited says for whom."""
     found = happen(cell, hosts, tmp_path, FSDPC_WATCH="0", FSDPC_TIMEOUT_S=str(DEADLINE_S))
     limit = DEADLINE_S + RANK_SOON_S * found.slowness
@@ -324,7 +324,7 @@ def test_without_a_watch(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_ctrl_c_at_one_torchrun(first: int, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+def test_ctrl_c_at_one_torchrun(first: int, hosts: net_hosts.Hosts, tmp_path: Path) -> None:
     """In the middle of training: both hosts end."""
     run = Run(Cell("ctrl-c", "in forward", "torchrun"), hosts, tmp_path)
     try:

@@ -19,7 +19,7 @@ from fsdpc.distributed import hosts as fsdpc_hosts
 from tests.needs import need_mpi
 
 from .test_transport_mpi import COMPILERS, ROOT, mpi_build
-from .test_two_hosts import LEAST_BYTES, PACKAGE, PROGRAM, TIMEOUT_S, sums_of, two_hosts
+from .test_two_hosts import HOSTS, LEAST_BYTES, PACKAGE, PROGRAM, TIMEOUT_S, net_hosts, sums_of
 
 TRAIN = ["--ranks", "4", "--steps", "2", "--batch", "1", "--seq", "48", "--eval-bytes", "0"]
 # A step after the other, until Ctrl-C.
@@ -41,18 +41,18 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[two_hosts.Hosts]:
-    with two_hosts.two_hosts() as made:
+def hosts() -> Iterator[net_hosts.Hosts]:
+    with net_hosts.net_hosts() as made:
         yield made
 
 
 @pytest.fixture(scope="module", params=mpi_build.FAMILIES)
-def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
+def start(request: pytest.FixtureRequest, hosts: net_hosts.Hosts) -> Start:
     """Start ``fsdpc run``, or another command, with these words on the first host."""
     need_mpi(request.param)
     compiler = Path(COMPILERS[request.param])
     launcher = compiler.with_name(compiler.name.replace("mpicc", "mpiexec"))
-    network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
+    network = net_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
     environment = {
         **os.environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -66,7 +66,7 @@ def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
     }
 
     def run(*words: str, name: str = "run") -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "fsdpc", name, "--hosts", ",".join(two_hosts.ADDRESSES)]
+        command = [sys.executable, "-m", "fsdpc", name, "--hosts", HOSTS]
         command += ["--launcher", str(launcher), "--agent", str(hosts.agent), *words]
         return subprocess.Popen([*hosts.inside[0], *command], env=environment, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -80,7 +80,7 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
-def test_bits_are_those_of_one_host(start: Start, hosts: two_hosts.Hosts) -> None:
+def test_bits_are_those_of_one_host(start: Start, hosts: net_hosts.Hosts) -> None:
     one_host = [sys.executable, "-m", "fsdpc", "run", "--ranks", "4", str(PROGRAM), "launcher"]
     expected = subprocess.run(one_host, capture_output=True, text=True, timeout=TIMEOUT_S)
     before = hosts.sent_bytes()

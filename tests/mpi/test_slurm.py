@@ -23,14 +23,14 @@ from .test_two_hosts import (
     PROGRAM,
     TIMEOUT_S,
     Start,
+    net_hosts,
     sum_of_one_host,
     sums_of,
-    two_hosts,
 )
 
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 READY_S = 60
-NETWORK = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
+NETWORK = net_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
 
 if absent := [tool for tool in TOOLS if shutil.which(tool) is None]:
     need(f"needs {', '.join(absent)}: apt-get install slurm-wlm munge")
@@ -72,7 +72,7 @@ PartitionName=all Nodes=node0,node1 Default=YES State=UP
 class Cluster:
     """SLURM on two hosts; its daemons are children of this process."""
 
-    def __init__(self, hosts: two_hosts.Hosts, folder: Path) -> None:
+    def __init__(self, hosts: net_hosts.Hosts, folder: Path) -> None:
         self.folder = folder
         self.hosts = hosts
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"),
@@ -80,7 +80,7 @@ class Cluster:
                             "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": NETWORK}
         for name in ("munge", "state", "node0", "node1"):
             (folder / name).mkdir(mode=0o755)
-        text = CONFIGURATION.format(folder=folder, addresses=two_hosts.ADDRESSES)
+        text = CONFIGURATION.format(folder=folder, addresses=net_hosts.ADDRESSES)
         (folder / "slurm.conf").write_text(text)
 
     @contextmanager
@@ -117,7 +117,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts.two_hosts())
+        hosts = stack.enter_context(net_hosts.net_hosts())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpc-slurm-")))
         folder.chmod(0o755)
         made = Cluster(hosts, folder)
@@ -145,7 +145,7 @@ def start(request: pytest.FixtureRequest, cluster: Cluster) -> Start:
     family = {"pmi2": "mpich", "pmix": "openmpi"}[request.param]
     need_mpi(family)
     command = ["srun", f"--mpi={request.param}", "-N2", "--ntasks-per-node=2",
-               *two_hosts.OWN_SYS, sys.executable]
+               *net_hosts.OWN_SYS, sys.executable]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         for _ in range(STARTS):

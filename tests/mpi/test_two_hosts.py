@@ -16,27 +16,27 @@ from tests.needs import need_hosts, need_mpi
 from .test_transport_mpi import COMPILERS, ROOT, mpi_build
 
 sys.path.insert(0, str(ROOT / "tools"))
-import two_hosts  # noqa: E402
+import net_hosts  # noqa: E402
 
 PACKAGE = ROOT / "python" / "fsdpc"
 PROGRAM = Path(__file__).with_name("train.py")
 TIMEOUT_S = 120
 LEAST_BYTES = 5 * 3 * (4192 // 2) * 4  # steps; a gather and two reductions; half the parameters
-HOSTS = ",".join(two_hosts.ADDRESSES)
+HOSTS = ",".join(net_hosts.ADDRESSES[:2])
 
 need_hosts()
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def command_of(family: str, hosts: two_hosts.Hosts, *given: str) -> list[str]:
+def command_of(family: str, hosts: net_hosts.Hosts, *given: str) -> list[str]:
     """Start four ranks, two on each host; they are given these variables too."""
     compiler = Path(COMPILERS[family])
     launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
     if family == "mpich":
         return [launcher, "-launcher", "ssh", "-launcher-exec", str(hosts.agent), "-iface", "v0",
                 "-hosts", HOSTS, "-ppn", "2", "-n", "4"]
-    network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
+    network = net_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
     names = ["FSDPC_TIMEOUT_S", "OMP_NUM_THREADS", *given]
     names += [name for name in ("PYTHONPATH",) if name in os.environ]
     exported = [word for name in names for word in ("-x", name)]
@@ -46,13 +46,13 @@ def command_of(family: str, hosts: two_hosts.Hosts, *given: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[two_hosts.Hosts]:
-    with two_hosts.two_hosts() as made:
+def hosts() -> Iterator[net_hosts.Hosts]:
+    with net_hosts.net_hosts() as made:
         yield made
 
 
 @pytest.fixture(scope="module", params=mpi_build.FAMILIES)
-def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
+def start(request: pytest.FixtureRequest, hosts: net_hosts.Hosts) -> Start:
     need_mpi(request.param)
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "FSDPC_TIMEOUT_S": "60",
                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
@@ -83,7 +83,7 @@ def test_bits_are_those_of_one_host(start: Start) -> None:
     assert sums_of(start("launcher")) == [sum_of_one_host()] * 4
 
 
-def test_a_wire_of_10_mbit(start: Start, hosts: two_hosts.Hosts) -> None:
+def test_a_wire_of_10_mbit(start: Start, hosts: net_hosts.Hosts) -> None:
     hosts.shape("10mbit")
     before = hosts.sent_bytes()
     try:

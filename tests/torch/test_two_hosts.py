@@ -1,4 +1,4 @@
-"""Two hosts (namespaces of this machine) under torch: bits, and what is learned of failures."""
+"""Hosts (namespaces of this machine) under torch: bits, and what is learned of failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 120
 TIMEOUT_S = "100"  # of the engine's waits: no test waits for it
 
 sys.path.insert(0, str(ROOT / "tools"))
-import two_hosts  # noqa: E402
+import net_hosts  # noqa: E402
 
 need_hosts()
 
@@ -36,7 +36,7 @@ class World:
 
     def __init__(
         self,
-        hosts: two_hosts.Hosts,
+        hosts: net_hosts.Hosts,
         ranks_of_host: int,
         folder: Path,
         watch_s: int = 4,
@@ -52,7 +52,7 @@ class World:
                 "WORLD_SIZE": str(2 * ranks_of_host),
                 "LOCAL_RANK": str(r % ranks_of_host),
                 "LOCAL_WORLD_SIZE": str(ranks_of_host),
-                "MASTER_ADDR": two_hosts.ADDRESSES[0],
+                "MASTER_ADDR": net_hosts.ADDRESSES[0],
                 "MASTER_PORT": "29521",
                 "OMP_NUM_THREADS": "1",
                 "FSDPC_TIMEOUT_S": TIMEOUT_S,
@@ -84,14 +84,14 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[two_hosts.Hosts]:
-    with two_hosts.two_hosts() as made:
+def hosts() -> Iterator[net_hosts.Hosts]:
+    with net_hosts.net_hosts() as made:
         yield made
 
 
 @contextmanager
 def training(
-    hosts: two_hosts.Hosts, ranks_of_host: int, folder: Path, watch_s: int = 4
+    hosts: net_hosts.Hosts, ranks_of_host: int, folder: Path, watch_s: int = 4
 ) -> Iterator[World]:
     world = World(hosts, ranks_of_host, folder, watch_s)
     try:
@@ -120,7 +120,8 @@ def checksums_of_one_host() -> set[str]:
     return {report.value for report in outcome.reports if report}
 
 
-def test_torchrun_has_the_bits_of_one_host(hosts: two_hosts.Hosts) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+def test_torchrun_has_the_bits_of_one_host(n: int) -> None:
     """Gloo is all that it needs: no rank has mapped an MPI."""
     environment = {
         **os.environ,
@@ -128,26 +129,28 @@ def test_torchrun_has_the_bits_of_one_host(hosts: two_hosts.Hosts) -> None:
         "RES_OPTIONS": "timeout:1 attempts:1",  # nobody answers there, and torch asks for names
         "FSDPC_TIMEOUT_S": TIMEOUT_S,
     }
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
-           f"--master-addr={two_hosts.ADDRESSES[0]}", "--master-port=29522"]  # fmt: skip
-    launchers = [
-        subprocess.Popen([*inside, *run, f"--node-rank={i}", str(PROGRAM), "5"], text=True,
-                         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for i, inside in enumerate(hosts.inside)
-    ]  # fmt: skip
-    try:
-        output = "".join(launcher.communicate(timeout=PATIENCE_S)[0] for launcher in launchers)
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-            launcher.wait()
+    run = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={n}",
+           f"--nproc-per-node={4 // n}", f"--master-addr={net_hosts.ADDRESSES[0]}",
+           "--master-port=29522"]  # fmt: skip
+    with net_hosts.net_hosts(n) as hosts:
+        launchers = [
+            subprocess.Popen([*inside, *run, f"--node-rank={i}", str(PROGRAM), "5"], text=True,
+                             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for i, inside in enumerate(hosts.inside)
+        ]  # fmt: skip
+        try:
+            output = "".join(launcher.communicate(timeout=PATIENCE_S)[0] for launcher in launchers)
+        finally:
+            for launcher in launchers:
+                launcher.kill()
+                launcher.wait()
     assert not any(launcher.returncode for launcher in launchers), output
     told = re.findall(r"(\d) hosts, parameters (\w+), MPI (.*)", output)
     (expected,) = checksums_of_one_host()
-    assert told == [("2", expected, "[]")] * 4, output
+    assert told == [(str(n), expected, "[]")] * 4, output
 
 
-def test_a_killed_rank_is_named_on_every_host(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_on_every_host(hosts: net_hosts.Hosts, tmp_path: Path) -> None:
     with training(hosts, 2, tmp_path) as world:
         world.ranks[3].kill()
         for rank in range(3):
@@ -156,14 +159,14 @@ def test_a_killed_rank_is_named_on_every_host(hosts: two_hosts.Hosts, tmp_path: 
         assert 0 not in world.finish()
 
 
-def test_a_host_that_vanishes_is_named(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+def test_a_host_that_vanishes_is_named(hosts: net_hosts.Hosts, tmp_path: Path) -> None:
     with training(hosts, 1, tmp_path) as world:
         world.ranks[1].kill()
         world.wait_for(0, "node1: rank 1 died")
         assert 0 not in world.finish()
 
 
-def test_a_cable_that_is_cut(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+def test_a_cable_that_is_cut(hosts: net_hosts.Hosts, tmp_path: Path) -> None:
     with training(hosts, 1, tmp_path) as world:
         hosts.cable("down")
         try:
@@ -175,7 +178,7 @@ def test_a_cable_that_is_cut(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
 
 
 def test_what_is_shorter_than_the_deadline_is_survived(
-    hosts: two_hosts.Hosts, tmp_path: Path
+    hosts: net_hosts.Hosts, tmp_path: Path
 ) -> None:
     """A stopped rank and a cable that comes back are warned of."""
     with training(hosts, 1, tmp_path, watch_s=100) as world:
@@ -192,7 +195,7 @@ def test_what_is_shorter_than_the_deadline_is_survived(
         assert world.finish() == [0, 0], world.text(0) + world.text(1)
 
 
-def test_a_wire_carries_both_directions_at_once(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+def test_a_wire_carries_both_directions_at_once(hosts: net_hosts.Hosts, tmp_path: Path) -> None:
     """At 10 Mbit/s a megabyte takes the wire 0.8 s, whatever else this machine does."""
     hosts.shape("10mbit")
     try:
