@@ -5,7 +5,7 @@ pretended hosts, from several starts with each compression. "outer=10" makes rep
 tenth step. The spread of the exact runs over starts says which differences mean something.
 
 python benchmarks/bench_compression.py [--preset 2M] [--steps 1000] [--starts 3]
-                                       [--only exact gather=int8 ...]
+                                       [--exact-starts 5] [--only exact gather=int8 ...]
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def main() -> None:
     p.add_argument("--preset", default="2M")
     p.add_argument("--steps", type=int, default=1000)
     p.add_argument("--starts", type=int, default=3)
+    p.add_argument("--exact-starts", type=int, help="of the first form, for the spread")
     p.add_argument("--only", nargs="+", default=FORMS, metavar="FORM")
     p.add_argument("--turn", nargs=2, help=argparse.SUPPRESS)  # a form and a start, of a process
     o = p.parse_args()
@@ -87,13 +88,13 @@ def main() -> None:
     rows, exact = [], list[float]()
     for form in o.only:
         curves = []
-        for start in range(o.starts):
+        for start in range(o.starts if exact else max(o.starts, o.exact_starts or 0)):
             words = ["--turn", form, str(start), "--preset", o.preset, "--steps", str(o.steps)]
             turn = common.run_ranks(__file__, words, 2, timeout=3600, sample=False)
             curves.append(turn["losses"])
         last = [curve[-1] for curve in curves]
         exact = exact or last
-        over = [100 * (a / b - 1) for a, b in zip(last, exact, strict=True)]
+        over = [100 * (a / b - 1) for a, b in zip(last, exact, strict=False)]
         middle = statistics.fmean(curve[len(curve) // 2] for curve in curves)
         rows.append([form, f"{middle:.4f}",
                      f"{statistics.fmean(last):.4f} ({min(last):.4f}..{max(last):.4f})",

@@ -15,7 +15,8 @@ are those of bench_torch.py; engines use gloo. "native" is fsdpc's own LLaMA of 
 "ENGINE:HYBRID_SHARD" shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses,
 "fsdpc:NO_SHARD,replicas=powersgd8" and "ddp:powersgd8" sum in low rank, and with
 "fsdpc:NO_SHARD,outer=10" replicas meet every 10 steps, whose mean counts.
-"Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
+"Of it processor" is the processor time of the first rank: where it fills the step, a core is the
+limit and not the wire. "Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
 step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
 the time alone and that rate, for fsdpc, with the constants above; "of free messages" is that where
@@ -107,8 +108,8 @@ def run_by_mpi(family: str, words: list[str], ranks: int, hosts: Hosts) -> dict[
         return {**json.loads(result.read_text()), "peak_pss_bytes": float("nan")}
 
 
-def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, float, float]:
-    """Median milliseconds of a step in one turn, MB sent in one, and peak PSS in MiB."""
+def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, ...]:
+    """Median ms of a step in one turn, the first rank's processor ms, MB sent, peak PSS in MiB."""
     before = sent_bytes(hosts)
     words = ["turn", "--turn", engine, model]
     found: dict[str, Any]
@@ -119,7 +120,8 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, f
         found = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
     steps = sum(bench_torch.step_counts(engine))
     sent = (sent_bytes(hosts) - before) / steps / 1e6
-    return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
+    return (statistics.median(found["seconds"]) * 1e3, found["processor"] * 1e3, sent,
+            found["peak_pss_bytes"] / 2**20)  # fmt: skip
 
 
 def simulated(
@@ -154,7 +156,7 @@ def simulated(
 def run(model: str, engines: list[str], n: int, ranks: int, rate: str, rounds: int) -> None:
     """The rows of one model on `n` hosts with wires of one rate."""
     with net_hosts(n, rate) as hosts:
-        turns: dict[str, list[tuple[float, float, float]]] = {e: [] for e in engines}
+        turns: dict[str, list[tuple[float, ...]]] = {e: [] for e in engines}
         for _ in range(rounds):
             for engine in engines:
                 turns[engine].append(measure(model, engine, ranks, hosts))
@@ -163,11 +165,11 @@ def run(model: str, engines: list[str], n: int, ranks: int, rate: str, rounds: i
         name, _, strategy = engine.partition(":")
         native = name in bench_torch.NATIVE
         alone = ms.get("native-alone" if native else "local", float("nan"))
-        _, sent, pss = (statistics.median(column) for column in zip(*turns[engine]))
+        _, used, sent, pss = (statistics.median(column) for column in zip(*turns[engine]))
         wire = sent * 1e6 * 8 / RATES[rate] * 1e3
         row = [rate, model, f"{n}, {ranks}", engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
-               f"{sent:.1f}", f"{pss:,.0f}", "", ""]  # fmt: skip
+               f"{used:.0f}", f"{sent:.1f}", f"{pss:,.0f}", "", ""]  # fmt: skip
         known = name in ("fsdpc", "native") and "=" not in strategy
         if known and model.startswith("llama-") and alone == alone:
             for i, cost in enumerate([(LATENCY, CORE), FREE]):
@@ -311,8 +313,8 @@ def main() -> None:
         run_wire(o.rates, o.rounds)
         return
     common.table(["wire", "model", "hosts, ranks", "engine", "ms a step (range)",
-                  f"over {o.engines[0]}'s", "over the floor", "MB sent a step", "peak PSS MiB",
-                  "simulated ms", "of free messages"], [])  # fmt: skip
+                  f"over {o.engines[0]}'s", "over the floor", "of it processor", "MB sent a step",
+                  "peak PSS MiB", "simulated ms", "of free messages"], [])  # fmt: skip
     for rate in o.rates:
         for model in o.models:
             run(model, list(o.engines), o.hosts, o.ranks or o.hosts, rate, o.rounds)

@@ -182,7 +182,7 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         import fsdpc
 
         fsdpc.init()
-        return {"seconds": measure(native_step(engine, strategy, name), strategy, fsdpc.barrier)}
+        return measure(native_step(engine, strategy, name), strategy, fsdpc.barrier)
     import torch
     import torch.distributed as dist
 
@@ -194,10 +194,10 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
     if engine in NATIVE:
-        return {"seconds": measure(native_step(engine, strategy, name), strategy)}
+        return measure(native_step(engine, strategy, name), strategy)
     model, units, loss_of, dtype = workload(name)
     if engine == "deepspeed":
-        return {"seconds": measure(deepspeed_step(model, loss_of, dtype))}
+        return measure(deepspeed_step(model, loss_of, dtype))
     model = shard(engine, strategy, model, units, dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
     if engine in OURS:
@@ -227,7 +227,7 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         if outer:
             outer.step()
 
-    return {"seconds": measure(step, strategy)}
+    return measure(step, strategy)
 
 
 def native_step(engine: str, strategy: str, name: str) -> Callable[[], None]:
@@ -268,25 +268,29 @@ def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:
 
 def measure(
     step: Callable[[], None], strategy: str = "", barrier: Callable[[], None] | None = None
-) -> list[float]:
+) -> dict[str, Any]:
     """Seconds of each step after the warm ones, from a barrier on, torch's by default.
 
-    Steps of a round of outer steps count as their mean.
+    Steps of a round of outer steps count as their mean. "processor" has this rank's processor
+    seconds of a step, without those of waits in a barrier.
     """
     if barrier is None:
         from torch.distributed import barrier
 
-    times = []
+    times, used = [], []
     warm, steps = step_counts(strategy)
-    for i in range(warm + steps):
+    for _ in range(warm + steps):
         barrier()
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         step()
-        if i >= warm:
-            times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
+        used.append(time.process_time() - processor)
     barrier()  # a rank that ended earlier would cut its peers' connections
     every = round_of(strategy) or 1
-    return [sum(times[i : i + every]) / every for i in range(0, steps, every)]
+    return {
+        "seconds": [sum(times[i : i + every]) / every for i in range(warm, warm + steps, every)],
+        "processor": sum(used[warm:]) / steps,
+    }
 
 
 def run_steps(models: list[str], engines: list[str], rounds: int, png: Path | None) -> None:

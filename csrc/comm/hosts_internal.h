@@ -2,7 +2,8 @@
  *
  *     comm_hosts.c     life, split, the table
  *     hosts_param_buffer.c     parameter buffers, epochs, buffers
- *     hosts_op.c       an operation from post to end; reductions
+ *     hosts_op.c       an operation from post to end
+ *     hosts_reduce.c   reductions
  *     hosts_gather.c   gathers
  *     hosts_values.c   all-reduce, all-gather, broadcast and barrier of values
  *     hosts_cross.c    headers and data that one operation sends between hosts
@@ -183,12 +184,29 @@ fsdpc_status fsdpc_hosts_cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
  * they are already there. */
 fsdpc_status fsdpc_hosts_place_rows(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op);
 
-/* ---- hosts_op.c ---- */
+/* ---- hosts_reduce.c: the phases of a reduction ---- */
 
 fsdpc_hosts_staging_bytes fsdpc_hosts_staging_bytes_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                                         fsdpc_codec codec, size_t numel,
                                                         size_t n_slices, int n_hosts,
                                                         int local_size);
+/* Posts the sum over the host's ranks. */
+fsdpc_status fsdpc_hosts_post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+/* Sends this host's sums; when they have crossed, sends what a second hop needs, if there is one. */
+fsdpc_status fsdpc_hosts_cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+fsdpc_status fsdpc_hosts_spread_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+/* For a REDUCE_ALL, in its turn: gathers the parts of all ranks of the host. */
+fsdpc_status fsdpc_hosts_share_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+/* Adds, scales and rounds into the shard. */
+fsdpc_status fsdpc_hosts_finish_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+
+/* ---- hosts_op.c ---- */
+
+static inline bool fsdpc_hosts_is_coded(const fsdpc_coll *coll)
+{
+    return coll->codec != FSDPC_CODEC_EXACT;
+}
+
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Advances this rank's operations in flight in all groups except those set apart. A failure is

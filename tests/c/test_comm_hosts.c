@@ -174,10 +174,6 @@ static void set_apart(rank_context *self)
     fsdpc_comm_destroy(other.comm);
 }
 
-/* ---- What crosses, counted ---- */
-
-/* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers; a header
- * alone where another transport moves the bytes, of a graph too. */
 /* ---- Codecs ---- */
 
 enum { CODED_ROW = 96, CODED_ROWS = 3, CODED = CODED_ROW * CODED_ROWS };
@@ -267,19 +263,59 @@ static void codecs(rank_context *self)
     }
 }
 
+/* ---- What crosses, counted ---- */
+
+enum { COUNTED = 5000, HEADER = 112 };
+
+static size_t part_numel(size_t numel, int i, int parts)
+{
+    size_t most = (numel + (size_t)parts - 1) / (size_t)parts, first = (size_t)i * most;
+    return first >= numel ? 0 : first + most > numel ? numel - first : most;
+}
+
+/* Replicas: two hosts exchange a rank's part of the sums; more add a share each, and send it on. */
+static void counts_of_replicas(rank_context *self)
+{
+    int hosts = self->size / ranks_of_host, own = self->rank / ranks_of_host;
+    size_t part = part_numel(COUNTED, self->rank % ranks_of_host, ranks_of_host), numel = part;
+    if (hosts > 2)
+        numel = part - part_numel(part, own, hosts) +
+                (size_t)(hosts - 1) * part_numel(part, own, hosts);
+    fsdpc_buffer *buffer;
+    float *shard = calloc(COUNTED, sizeof *shard);
+    fsdpc_slice slice = {.numel = COUNTED};
+    EXPECT_OK(self, fsdpc_buffer_create(self->comm, (size_t)(4 * COUNTED), &buffer));
+    for (size_t i = 0; i < COUNTED; i++)
+        ((float *)(void *)buffer->data)[i] = (float)(i % 91) * (float)(self->rank + 1);
+    uint64_t before = sent_of(self);
+    EXPECT_OK(self, reduce_f32(self, FSDPC_COLL_REDUCE_ALL, FSDPC_F32, FSDPC_CODEC_EXACT, &slice,
+                               buffer, shard));
+    uint64_t sent = sent_of(self) - before, want = numel * 4 + (uint64_t)(hosts - 1) * HEADER;
+    EXPECT(self, sent == want, "%llu bytes, want %llu", (unsigned long long)sent,
+           (unsigned long long)want);
+    int wrong = 0, ranks = self->size * (self->size + 1) / 2;
+    for (size_t i = 0; i < COUNTED; i++)
+        wrong += shard[i] != (float)(i % 91) * (float)ranks;
+    EXPECT(self, wrong == 0, "%d sums", wrong);
+    EXPECT_OK(self, fsdpc_buffer_idle_wait(buffer, "block"));
+    fsdpc_buffer_destroy(buffer);
+    free(shard);
+}
+
+/* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers; a header
+ * alone where another transport moves the bytes, of a graph too. */
 static void counts(rank_context *self)
 {
-    enum { N = 5000, HEADER = 112 };
     int hosts = self->size / ranks_of_host;
     fsdpc_buffer *buffer;
-    float *shard = calloc(N, sizeof *shard);
-    fsdpc_slice slice = {.numel = N};
-    EXPECT_OK(self, fsdpc_buffer_create(self->comm, (size_t)(2 * N * self->size), &buffer));
-    memset(buffer->data, 0, (size_t)(2 * N * self->size));
+    float *shard = calloc(COUNTED, sizeof *shard);
+    fsdpc_slice slice = {.numel = COUNTED};
+    EXPECT_OK(self, fsdpc_buffer_create(self->comm, (size_t)(2 * COUNTED * self->size), &buffer));
+    memset(buffer->data, 0, (size_t)(2 * COUNTED * self->size));
     uint64_t before = sent_of(self);
     EXPECT_OK(self, reduce_f32(self, FSDPC_COLL_REDUCE_SCATTER, FSDPC_BF16, FSDPC_CODEC_EXACT,
                                &slice, buffer, shard));
-    uint64_t sent = sent_of(self) - before, want = (uint64_t)(hosts - 1) * (N * 4 + HEADER);
+    uint64_t sent = sent_of(self) - before, want = (uint64_t)(hosts - 1) * (COUNTED * 4 + HEADER);
     EXPECT(self, sent == want, "%llu bytes, want %llu", (unsigned long long)sent,
            (unsigned long long)want);
     for (int kind = FSDPC_COLL_GATHER; kind <= FSDPC_COLL_REPLAY; kind++) {
@@ -397,16 +433,16 @@ static void those_who_heard_leave(rank_context *self)
 static void one_drops_a_group(rank_context *self)
 {
     const fsdpc_coll barrier = {.kind = FSDPC_COLL_BARRIER, .what = "end"};
-    enum { N = 100000 };
+    enum { COUNTED = 100000 };
     fsdpc_comm *group = NULL;
     fsdpc_work work = {0};
-    uint8_t *mine = calloc(1, N), *all = calloc(N, (size_t)self->size);
+    uint8_t *mine = calloc(1, COUNTED), *all = calloc(COUNTED, (size_t)self->size);
     fsdpc_coll values = {.kind = FSDPC_COLL_ALL_GATHER,
                          .what = "values",
                          .dtype = FSDPC_U8,
                          .send = mine,
                          .recv = all,
-                         .numel = N};
+                         .numel = COUNTED};
     EXPECT_OK(self, fsdpc_comm_split(self->comm, 0, self->rank, &group));
     pthread_barrier_wait(&hosts_created); /* all have theirs */
     if (self->rank == self->size - 1) {
@@ -446,6 +482,7 @@ int main(void)
         hosts_run(shapes[s].hosts, ranks_of_host, set_apart, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, codecs, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, counts, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, counts_of_replicas, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, operations_differ, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, agreements_differ, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, one_gives_up, &options);

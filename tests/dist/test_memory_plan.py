@@ -205,10 +205,11 @@ def test_hosts_cost_what_the_docs_say() -> None:
         copy = r if local_size == 1 else 0  # float32 sums of one rank are sent from its buffer
         of_shards = r // local_size * (2 * h - 1) // h
         assert beside((1, ranks)) + copy == beside((1, ranks), half) == of_shards
-        of_replicas = r * (1 + h) if local_size == 1 else r * 2 + r // local_size * h
+        there = r // local_size * 2 - (r // local_size // h if h > 2 else 0)
+        of_replicas = there + (r if local_size == 1 else 2 * r)
         assert beside((ranks, 1)) + copy == beside((ranks, 1), half) == of_replicas
         if local_size > 1:  # shards inside a host: partials alone cross
-            assert beside((h, local_size)) == r // local_size * h
+            assert beside((h, local_size)) == there
     with fsdpc.deferred_init():
         model = Llama(fsdpc.models.preset("7B"))
     for strategy, gibs in (("FULL_SHARD", ("1.24", "2.17")), ("NO_SHARD", ("1.24", "7.45"))):

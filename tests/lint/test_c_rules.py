@@ -40,7 +40,7 @@ ORDER = {
         shm_internal shm_peers shm_coll shm_param_buffer shm_buffer shm_p2p comm_self comm_null
         comm_shm
         group transport transport_null transport_relay host_watch hosts_internal
-        hosts_cross hosts_values hosts_gather hosts_op hosts_param_buffer comm_hosts
+        hosts_cross hosts_values hosts_gather hosts_reduce hosts_op hosts_param_buffer comm_hosts
     """,
     "cuda": """
         guest error driver_abi cublaslt_abi nccl_abi cudnn_plan kernels kernel_tables

@@ -58,7 +58,9 @@ class Network:
             return self._ring(kind, group, full)
         hosts, local_size, per_host = group
         wide = full / element * max(4, element)  # sums are sent in fp32
-        crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": wide}[kind]
+        hops = 2 if kind == "all_reduce" and hosts > 2 and form == "exact" else 1
+        replicas = 2 * wide / hosts if hops == 2 else wide  # csrc/comm/hosts_reduce.c
+        crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": replicas}[kind]
         if form != "exact":
             share = full / element / local_size / (hosts if kind == "reduce" else 1)
             crossing = local_size * _core.codec_bytes(form, math.ceil(share))
@@ -68,20 +70,21 @@ class Network:
             inside = 0.0
         elif kind == "all_reduce" and hosts > 1:
             inside += local_size * wide
-        return self._crossing(group, crossing, inside)
+        return self._crossing(group, crossing, inside, hops=hops)
 
     def _crossing(
-        self, group: HostGroup, bytes_to_each: float, inside: float = 0.0, header: bool = True
+        self, group: HostGroup, bytes_to_each: float, inside: float = 0.0, header: bool = True,
+        hops: int = 1,
     ) -> Load:
         """Return the load if every host sends this many bytes to every other host."""
         hosts, local_size, per_host = group
-        messages = (1 + header) * (hosts - 1)
+        messages = (hops + header) * (hosts - 1)
         headers = local_size * self.messages["header"] if header else 0
         between = (hosts - 1) * (bytes_to_each + headers) * per_host
         seconds = inside / local_size / self.o.local_bandwidth
         seconds += max(between / self.bandwidth, messages * self.o.message)
         return Load(
-            between, inside * per_host, messages, self.latency if hosts > 1 else 0.0, seconds,
+            between, inside * per_host, messages, hops * self.latency if hosts > 1 else 0.0, seconds,
             core=2 * between / (local_size * per_host) / self.o.core_bandwidth,
         )  # fmt: skip
 
