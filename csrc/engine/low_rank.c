@@ -25,6 +25,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/crc32c.h"
 #include "base/size.h"
@@ -47,15 +48,14 @@ typedef enum stage { NONE, FIRST, SECOND } stage;
 struct fsdpc_low_rank {
     matrix *matrices;
     size_t n;
-    float *memory, *row;      /* one block; row: as long as the longest one */
+    float *row;               /* as long as the longest one */
     fsdpc_slice *exact;       /* of all groups, end to end */
     size_t *n_exact;          /* by group */
     fsdpc_buffer *buffers[2]; /* P and Q; NULL: none */
     fsdpc_slice slices[2];    /* all of them */
     float *sums[2];
     stage stage;
-    uint64_t n_sums; /* begun */
-    bool active;     /* the one that was begun last is in low rank */
+    bool active;     /* the sum that was begun last is in low rank */
     bool accumulate; /* and adds to earlier gradients */
 };
 
@@ -84,20 +84,20 @@ static void take_matrix(fsdpc_low_rank *own, const fsdpc_low_rank_matrix *plan, 
 }
 
 /* Lists the matrices, and what else a group's shard contains. */
-static void list_params(fsdpc_low_rank *own, const fsdpc_unit *unit,
-                        const fsdpc_low_rank_sizes *sizes)
+static void list_params(fsdpc_low_rank *own, const fsdpc_unit *unit)
 {
     const fsdpc_low_rank_options *options = &unit->settings.low_rank;
+    const fsdpc_low_rank_sizes *sizes = &unit->low_rank_sizes;
     int rank = fsdpc_unit_rank(unit);
-    matrix at = {.values = own->memory,
-                 .p = own->memory + sizes->values,
-                 .q = own->memory + sizes->values + sizes->p,
+    matrix at = {.values = unit->low_rank_state,
+                 .q = unit->low_rank_state + sizes->values,
+                 .p = unit->low_rank_state + sizes->values + sizes->q,
                  .p_sent = (float *)(void *)own->buffers[0]->data,
                  .q_sent = (float *)(void *)own->buffers[1]->data};
     fsdpc_slice *next = own->exact;
     own->sums[0] = at.p;
     own->sums[1] = at.q;
-    own->row = at.q + sizes->q;
+    own->row = at.p + sizes->p;
     for (int g = 0; g < unit->layout->n_groups; g++) { /* frozen ones may become trained */
         const fsdpc_slice *first = next;
         for (int i = 0; i < unit->layout->n_params; i++) {
@@ -120,12 +120,31 @@ static void list_params(fsdpc_low_rank *own, const fsdpc_unit *unit,
     own->slices[1] = (fsdpc_slice){.numel = (size_t)(at.q - own->sums[1]), .row = 1};
 }
 
+/* Creates a state of zeros, unless the unit has one or needs none. */
+static fsdpc_status create_state(fsdpc_unit *unit)
+{
+    fsdpc_low_rank_sizes sizes = {0};
+    if (fsdpc_mesh_is_replicated(&unit->mesh))
+        sizes = fsdpc_low_rank_sizes_of(unit->layout, &unit->settings.low_rank);
+    if (memcmp(&sizes, &unit->low_rank_sizes, sizeof sizes) == 0)
+        return FSDPC_OK;
+    fsdpc_device_free(unit->device, unit->low_rank_state); /* of other options */
+    unit->low_rank_state = NULL;
+    unit->low_rank_sizes = (fsdpc_low_rank_sizes){0};
+    if (sizes.values == 0)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_REDUCE,
+                                        fsdpc_low_rank_state_bytes(&sizes),
+                                        (void **)&unit->low_rank_state));
+    unit->low_rank_sizes = sizes;
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_low_rank_create(fsdpc_unit *unit)
 {
-    const fsdpc_low_rank_sizes sizes =
-        fsdpc_low_rank_sizes_of(unit->layout, &unit->settings.low_rank);
     size_t n_params = (size_t)unit->layout->n_params, n_groups = (size_t)unit->layout->n_groups;
-    if (!unit->root->replicate || sizes.values == 0)
+    FSDPC_TRY(create_state(unit));
+    if (!unit->low_rank_state)
         return FSDPC_OK;
     fsdpc_low_rank *own = unit->low_rank = calloc(1, sizeof *own);
     if (!own)
@@ -135,14 +154,28 @@ fsdpc_status fsdpc_low_rank_create(fsdpc_unit *unit)
     own->n_exact = calloc(n_groups, sizeof *own->n_exact);
     if (!own->matrices || !own->exact || !own->n_exact)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for sums of %zu parameters", n_params);
-    FSDPC_TRY(fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_REDUCE,
-                                        fsdpc_low_rank_state_bytes(&sizes), (void **)&own->memory));
-    const size_t numels[] = {sizes.p, sizes.q};
+    const size_t numels[] = {unit->low_rank_sizes.p, unit->low_rank_sizes.q};
     for (int i = 0; i < 2; i++)
         FSDPC_TRY(fsdpc_buffer_create(
             unit->root->replicate, fsdpc_mem_counted(numels[i] * sizeof(float)), &own->buffers[i]));
-    list_params(own, unit, &sizes);
+    list_params(own, unit);
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_unit_low_rank_state(fsdpc_unit *unit, float **out, size_t *numel_out)
+{
+    const fsdpc_low_rank_options *options = &unit->settings.low_rank;
+    FSDPC_TRY(create_state(unit));
+    const fsdpc_low_rank_sizes *sizes = &unit->low_rank_sizes;
+    size_t first = options->error_feedback ? 0 : sizes->values;
+    *numel_out = sizes->values - first + (options->warm_start ? sizes->q : 0);
+    *out = *numel_out ? unit->low_rank_state + first : NULL;
+    return FSDPC_OK;
+}
+
+uint64_t *fsdpc_unit_low_rank_sums(fsdpc_unit *unit)
+{
+    return &unit->low_rank_sums;
 }
 
 void fsdpc_low_rank_destroy(fsdpc_unit *unit)
@@ -152,7 +185,6 @@ void fsdpc_low_rank_destroy(fsdpc_unit *unit)
         return;
     fsdpc_buffer_destroy(own->buffers[0]);
     fsdpc_buffer_destroy(own->buffers[1]);
-    fsdpc_device_free(unit->device, own->memory);
     free(own->matrices);
     free(own->exact);
     free(own->n_exact);
@@ -165,10 +197,10 @@ void fsdpc_low_rank_destroy(fsdpc_unit *unit)
 bool fsdpc_low_rank_begin(fsdpc_unit *unit)
 {
     fsdpc_low_rank *own = unit->low_rank;
-    if (!own)
-        return false;
-    own->active = own->n_sums++ >= unit->settings.low_rank.start_step;
-    return own->active;
+    bool active = unit->low_rank_sums++ >= unit->settings.low_rank.start_step;
+    if (own)
+        own->active = active;
+    return own && active;
 }
 
 void fsdpc_low_rank_keep_exact(const fsdpc_unit *unit, int group, const fsdpc_slice **slices_io,
@@ -197,7 +229,7 @@ size_t fsdpc_low_rank_second_bytes(const fsdpc_unit *unit)
 static void orthonormalize(const fsdpc_unit *unit, const matrix *m, int of)
 {
     const uint64_t key[] = {unit->settings.low_rank.seed, (uint64_t)unit->id,
-                            (uint64_t)m->plan.param, unit->low_rank->n_sums, (uint64_t)of};
+                            (uint64_t)m->plan.param, unit->low_rank_sums, (uint64_t)of};
     const uint64_t seed = (uint64_t)fsdpc_crc32c(0, key, sizeof key) << 32;
     if (unit->device->flat != fsdpc_flat_ops_null())
         fsdpc_orthonormalize(of ? m->q : m->p, m->plan.rank, of ? m->plan.cols : m->plan.rows,

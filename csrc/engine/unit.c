@@ -252,6 +252,7 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++)
         fsdpc_device_free(unit->device, unit->sums[i]);
     fsdpc_device_free(unit->device, unit->clip_factor);
+    fsdpc_device_free(unit->device, unit->low_rank_state);
     fsdpc_tier_release(unit->offload.tier);
     free(unit->ahead[0]);
     free(unit->ahead[1]);

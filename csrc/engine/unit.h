@@ -106,6 +106,10 @@ typedef enum fsdpc_stage { FSDPC_STAGE_FIRST, FSDPC_STAGE_SECOND, FSDPC_STAGES }
 /* Finds a flat group's residual in one stage, and its length; NULL: it has none. */
 fsdpc_status fsdpc_unit_residual(fsdpc_unit *unit, int group, fsdpc_stage stage, float **out,
                                  size_t *numel_out);
+/* Finds the errors and factors of sums in low rank that the next sum needs; NULL: it needs none. */
+fsdpc_status fsdpc_unit_low_rank_state(fsdpc_unit *unit, float **out, size_t *numel_out);
+/* Returns the address of the number of sums that were begun, which start_step counts. */
+uint64_t *fsdpc_unit_low_rank_sums(fsdpc_unit *unit);
 /* Returns how many bytes of its codes, or of its slices, a rank sends to a rank of each other host. */
 size_t fsdpc_unit_gather_bytes(const fsdpc_unit *unit);
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit); /* NULL before the first forward */

@@ -168,6 +168,9 @@ struct fsdpc_unit {
     bool fresh;               /* this backward has reduced, and had no earlier gradient to add to */
     fsdpc_low_rank *low_rank; /* written by low_rank.c; NULL: sums over replicas are exact */
     fsdpc_work low_rank_work;
+    float *low_rank_state;                /* errors, Q, P and a row; may precede the root */
+    fsdpc_low_rank_sizes low_rank_sizes;  /* of this memory */
+    uint64_t low_rank_sums;               /* sums over replicas that were begun */
     fsdpc_backward_steps *backward_steps; /* written by optim_backward.c; NULL: none */
     uint64_t stepped_in; /* the model's backward in which `backward_steps` last stepped it */
 

@@ -2269,6 +2269,12 @@ class Unit:
     def residuals(self) -> list[Tensor | None]:
         """What reductions left out, by flat group and stage; None: nothing is kept."""
     @property
+    def low_rank_state(self) -> Tensor | None:
+        """What sums in low rank left out, then the last factors Q; None: nothing is kept."""
+    @property
+    def low_rank_sums(self) -> Tensor:
+        """The number of sums over replicas that have begun, of which start_step are exact."""
+    @property
     def gather_bytes(self) -> int:
         """Number of bytes that a rank sends to one rank of each other host in a gather."""
     rank_dependent: bool

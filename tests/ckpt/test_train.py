@@ -46,9 +46,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "run.toml")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_resumed_run_ends_as_a_whole_one(ranks: int, tmp_path: Path) -> None:
-    options = ("--ranks", ranks, "--steps", 6)
+IN_LOW_RANK = ["--strategy", "NO_SHARD", "--compress", "replicas=powersgd2:start_step=2"]
+
+
+@pytest.mark.parametrize(("ranks", "given"), [(1, []), (2, []), (2, IN_LOW_RANK)])
+def test_a_resumed_run_ends_as_a_whole_one(ranks: int, given: list[str], tmp_path: Path) -> None:
+    options = ("--ranks", ranks, "--steps", 6, *given)
     whole = train(*options)
     folder = tmp_path / "run"
     first = train(*options, "--checkpoint", folder, "--save-every", 2, "--keep", 2)

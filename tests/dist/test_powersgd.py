@@ -11,6 +11,7 @@ import fsdpc
 from fsdpc import MismatchError, PowerSGD, _core, nn
 from fsdpc.cli import plan, simulate
 from fsdpc.distributed import pretend
+from tests.faults.common import run
 
 SHAPES = {"a": (66, 320), "b": (50, 40), "c": (4, 3)}  # the last one is too small for any factor
 #: fp32 against float64: rounding, times the condition of the rows that become orthonormal
@@ -384,6 +385,80 @@ def test_flat_groups(place: str, mesh: tuple[int, int], tmp_path: Any) -> None:
             if p.requires_grad:
                 want = fsdpc.full_grad(q).numpy()
                 assert_near(fsdpc.full_grad(p).numpy(), want, (name, step), 1e-4)
+
+
+# ---- checkpoints ----
+
+
+def trained(options: PowerSGD | None, mesh: tuple[int, int]) -> dict[str, Any]:
+    model = build(options, mesh)
+    return {"model": model, "optimizer": fsdpc.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
+def steps(state: dict[str, Any], first: int, last: int) -> np.ndarray:
+    for step in range(first, last):
+        backward(state["model"], step)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+    params = state["model"].parameters()
+    return np.concatenate([fsdpc.full_tensor(p).numpy().ravel() for p in params])
+
+
+def loaded(path: Any, state: dict[str, Any]) -> tuple[list[str], list[int], list[Any]]:
+    """What begins at zero, and each unit's count of sums, and its state."""
+    report = fsdpc.checkpoint.load(path, state)
+    units = [getattr(state["model"], name)._fsdpc_unit for name in SHAPES]
+    sums = [int(unit.low_rank_sums.numpy()[0]) for unit in units]
+    return report.zeroed, sums, [unit.low_rank_state for unit in units]
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)])
+def test_resumed_runs_have_the_same_bits(mesh: tuple[int, int], tmp_path: Any) -> None:
+    """Including those that begin low rank after the resume."""
+
+    def both(rank: int) -> None:
+        fsdpc.init()
+        for i, options in enumerate((*OPTIONS, PowerSGD(rank=2, start_step=5))):
+            state, again = trained(options, mesh), trained(options, mesh)
+            steps(state, 0, 3)
+            fsdpc.checkpoint.save(tmp_path / str(i), state, async_=i % 2 == 1)
+            want = steps(state, 3, 7)
+            steps(again, 7, 7 + i % 2)  # which the load undoes
+            assert loaded(tmp_path / str(i), again)[:2] == ([], [3] * 3)
+            np.testing.assert_array_equal(steps(again, 3, 7), want, str(options))
+
+    run(both, mesh[0] * mesh[1])
+
+
+TWO, THREE = PowerSGD(rank=2, start_step=1), PowerSGD(rank=3, start_step=1)
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize(("options", "mesh"), [(TWO, (4, 1)), (TWO, (2, 1)), (THREE, (2, 2))])
+@pytest.mark.parametrize("saved", [TWO, None], ids=str)  # None: as before these were saved
+def test_other_runs_begin_at_zero(saved: Any, options: Any, mesh: Any, tmp_path: Any) -> None:
+    """On another mesh or in another rank; only the count goes on."""
+
+    def save(rank: int) -> None:
+        fsdpc.init()
+        state = trained(saved, (2, 2))
+        steps(state, 0, 3)
+        fsdpc.checkpoint.save(tmp_path / "saved", state)
+
+    def load(rank: int) -> None:
+        fsdpc.init()
+        state = trained(options, mesh)
+        steps(state, 0, 2)
+        zeroed, sums, states = loaded(tmp_path / "saved", state)
+        assert sums == [3 if saved else 0] * 3
+        assert {f"{u}.powersgd{options.rank}.residual" for u in (1, 2)} <= set(zeroed)
+        assert ("1.sums.residual" in zeroed) is (saved is None)
+        assert not any(each.numpy().any() for each in states if each is not None)
+        assert np.isfinite(steps(state, 3, 5)).all()
+
+    run(save, 4)
+    run(load, mesh[0] * mesh[1])
 
 
 @pytest.mark.ranks(2)

@@ -147,6 +147,32 @@ def test_shards_with_replicas(dtype: torch.dtype) -> None:
         assert ratio(found, wanted) < (1e-5 if dtype is torch.float32 else 4e-3)
 
 
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("start_step", [2, 4])
+def test_resumed_runs_have_the_same_bits(start_step: int, tmp_path: Path) -> None:
+    """The engine has the hook's errors and factors, which its checkpoints contain."""
+    join_gloo(tmp_path)
+
+    def made() -> dict[str, Any]:
+        model = DistributedDataParallel(build())
+        model.register_comm_hook(theirs.PowerSGDState(None, 2, start_step), theirs.powerSGD_hook)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.05, 0.9)}
+
+    def steps(state: dict[str, Any], first: int, last: int) -> list[torch.Tensor]:
+        for step in range(first, last):
+            loss_of(state["model"], step).backward()
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+        return [p.detach().clone() for p in state["model"].parameters()]
+
+    state, other = made(), made()
+    steps(state, 0, 3)
+    fsdpc.checkpoint.save(tmp_path / "saved", state)
+    assert not fsdpc.checkpoint.load(tmp_path / "saved", other).zeroed
+    assert all(map(torch.equal, steps(other, 3, 6), steps(state, 3, 6)))
+    dist.destroy_process_group()
+
+
 @pytest.mark.ranks(2)
 def test_scalers_see_infinities_once() -> None:
     model = fully_shard(

@@ -329,17 +329,22 @@ static PyObject *get_codec_errors(PyObject *object, void *Py_UNUSED(unused))
     return reports;
 }
 
-/* Returns a tensor over a residual, which keeps steps from being deferred while it lives. */
+/* Returns a tensor over what sums keep, which keeps steps from being deferred while it lives. */
+static PyObject *kept_tensor(PyObject *object, fsdpc_dtype dtype, size_t numel, void *kept)
+{
+    if (!kept)
+        return Py_NewRef(Py_None);
+    return fsdpc_py_unit_tensor(PyType_GetModule(Py_TYPE(object)), ((fsdpc_py_unit *)object)->ref,
+                                dtype, 1, &numel, kept);
+}
+
 static PyObject *residual_of(PyObject *object, int group, fsdpc_stage stage)
 {
     size_t numel;
     float *residual;
     if (fsdpc_py_check(fsdpc_unit_residual(unit_of(object), group, stage, &residual, &numel)) < 0)
         return NULL;
-    if (!residual)
-        return Py_NewRef(Py_None);
-    return fsdpc_py_unit_tensor(PyType_GetModule(Py_TYPE(object)), ((fsdpc_py_unit *)object)->ref,
-                                FSDPC_F32, 1, &numel, residual);
+    return kept_tensor(object, FSDPC_F32, numel, residual);
 }
 
 static PyObject *get_residuals(PyObject *object, void *Py_UNUSED(unused))
@@ -354,6 +359,18 @@ static PyObject *get_residuals(PyObject *object, void *Py_UNUSED(unused))
     }
     return list;
 }
+
+static PyObject *get_low_rank_state(PyObject *object, void *Py_UNUSED(unused))
+{
+    size_t numel;
+    float *state;
+    if (fsdpc_py_check(fsdpc_unit_low_rank_state(unit_of(object), &state, &numel)) < 0)
+        return NULL;
+    return kept_tensor(object, FSDPC_F32, numel, state);
+}
+
+FSDPC_PY_GETTER(get_low_rank_sums,
+                kept_tensor(object, FSDPC_I64, 1, fsdpc_unit_low_rank_sums(unit_of(object))))
 
 PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FLAG(reshard_after_forward, set_reshard_after_forward),
@@ -375,6 +392,8 @@ PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
     FSDPC_PY_ATTRIBUTE(Unit, codec_errors, get_codec_errors, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, residuals, get_residuals, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, low_rank, get_low_rank, set_low_rank),
+    FSDPC_PY_ATTRIBUTE(Unit, low_rank_state, get_low_rank_state, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, low_rank_sums, get_low_rank_sums, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, gather_bytes, get_gather_bytes, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
     FSDPC_PY_ATTRIBUTE(Unit, apart, get_apart, NULL),

@@ -50,8 +50,8 @@ class LoadReport:
     unexpected : list of str
         Names in the checkpoint that are not in the model or optimizer.
     zeroed : list of str
-        Residuals of ``Compression(error_feedback=True)`` that begin at zero, because the checkpoint
-        has none of a run on as many hosts and ranks.
+        What ``Compression`` keeps for the next sums and begins at zero, because the checkpoint has
+        none of a run on as many hosts and ranks, or in the same rank of PowerSGD.
 
     Examples
     --------
@@ -266,7 +266,7 @@ class _Load:
         self._match_states(own, given)
         for shard in residuals_of(self.held):
             saved = self.source.optimizer.get(shard.name)
-            if saved is not None and tuple(saved.shape) == shard.shape:
+            if saved and (tuple(saved.shape), saved.dtype) == (shard.shape, shard.dtype):
                 self.reads.append((shard, saved))
             else:
                 self.zeroed.append(shard)

@@ -149,19 +149,25 @@ RESIDUAL = "residual"
 
 
 def residuals_of(held: Held) -> list[Shard]:
-    """Return this rank's shards of what the units' messages left out.
+    """Return this rank's shards of what the units' sums keep for the next ones.
 
-    Each tensor has a row per rank, in an array of hosts and their ranks: on other hosts, the
-    residuals are of other messages.
+    Each tensor has a row per rank. Rows of codecs are in an array of hosts and their ranks, since
+    on other hosts, the residuals are of other messages. Rows of PowerSGD are in an array of
+    replicas and their shards. Counts of sums are the same on all ranks.
     """
-    found = []
+    world, found = distributed.world(), []
+    hosts = world.hosts, world.size // world.hosts
     for u, (unit, _) in enumerate(held.units):
-        for i, memory in enumerate(unit.residuals):
+        kept = [(f"{u}.{i}", hosts, memory) for i, memory in enumerate(unit.residuals)]
+        if unit.low_rank is not None:
+            name = f"{u}.powersgd{unit.low_rank[0]}"
+            kept.append((name, unit.mesh_shape, unit.low_rank_state))
+            found.append(plain_shard(f"{u}.sums.{RESIDUAL}", unit.low_rank_sums))
+        for name, ranks, memory in kept:
             if memory is not None:
-                world, n = distributed.world(), memory.numel()
-                shape = world.hosts, world.size // world.hosts, n
-                name = f"{u}.{i}.{RESIDUAL}"
-                found.append(Shard(name, shape, world.rank * n, n, memory, 0))
+                n = memory.numel()
+                place = f"{name}.{RESIDUAL}", (*ranks, n), world.rank * n, n
+                found.append(Shard(*place, memory, 0))
     return found
 
 

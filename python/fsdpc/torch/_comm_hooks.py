@@ -55,8 +55,8 @@ def _power_sgd(state: Any) -> PowerSGD:
     """Return the options of torch's ``PowerSGDState``, whose seed is its generator's first word."""
     if state.iter > 0:
         raise NotImplementedError(
-            f"a PowerSGDState after {state.iter} steps: the engine begins with no errors and "
-            "random factors, so give it a new one"
+            f"a PowerSGDState after {state.iter} steps: the engine has its own errors and factors, "
+            "which fsdpc.checkpoint.load restores, so give it a new one"
         )
     return PowerSGD(
         rank=state.matrix_approximation_rank,
