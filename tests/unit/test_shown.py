@@ -73,6 +73,6 @@ def test_differences_and_loads() -> None:
                        ulp=5, dtype="float32", count=2, numel=8)  # fmt: skip
     seen = words(found)
     assert "step 3, rank 0: gradient a<b>.weight" in seen and "2 of 8 (25.0%)" in seen
-    assert words(LoadReport(extra={"step": 3}, missing=["a.weight"]))[1:] == [
-        "extra", "{'step': 3}", "missing", "a.weight", "unexpected", "nothing"
+    assert words(LoadReport({"step": 3}, ["a.weight"], zeroed=["0.0.residual"]))[2:] == [
+        "{'step': 3}", "missing", "a.weight", "unexpected", "nothing", "zeroed", "0.0.residual"
     ]  # fmt: skip

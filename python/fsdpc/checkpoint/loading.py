@@ -74,6 +74,7 @@ class LoadReport:
         return html.fields("a load", {
             "extra": repr(self.extra), "missing": ", ".join(self.missing) or "nothing",
             "unexpected": ", ".join(self.unexpected) or "nothing",
+            "zeroed": ", ".join(self.zeroed) or "nothing",
         })  # fmt: skip
 
 
