@@ -24,6 +24,7 @@ typedef struct fsdpc_unit_ref fsdpc_unit_ref;
 typedef struct fsdpc_param_ref {
     fsdpc_unit *unit;
     int param;
+    fsdpc_unit_ref *ref; /* that contains it */
 } fsdpc_param_ref;
 
 typedef struct fsdpc_root_ref {
@@ -107,6 +108,12 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block);
 
 /* Binds the parameter's tensor to the unit; the tensor has no memory until the root is known. */
+/* Creates a tensor over memory that lend(arg) lends, or none (*out unchanged) if it refuses. */
+typedef fsdpc_status (*fsdpc_lend_fn)(void *arg, fsdpc_dtype dtype, fsdpc_loan *loan,
+                                      void **data_out);
+fsdpc_status fsdpc_py_borrow(fsdpc_device *device, fsdpc_dtype dtype, int ndim, const size_t *shape,
+                             fsdpc_lend_fn lend, void *arg, fsdpc_param_ref *param,
+                             fsdpc_tensor **out);
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
 
 /* Returns the number of dimensions and the shape of a local shard, which is the parameter's shape

@@ -44,8 +44,10 @@ static bool is_too_small(const fsdpc_buffer *buffer, size_t bytes)
 static fsdpc_status replace(const fsdpc_unit *unit, fsdpc_comm *comm, size_t bytes,
                             fsdpc_buffer **buffer_io)
 {
-    if (*buffer_io)
+    if (*buffer_io) {
+        FSDPC_TRY(fsdpc_loan_move(&unit->root->lender, (*buffer_io)->data, (*buffer_io)->bytes));
         FSDPC_TRY(fsdpc_buffer_idle_wait(*buffer_io, unit->name));
+    }
     fsdpc_buffer_destroy(*buffer_io);
     *buffer_io = NULL;
     return fsdpc_buffer_create(comm, bytes, buffer_io);
@@ -163,10 +165,49 @@ fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit)
     if (fsdpc_fill_lacks_own(unit))
         FSDPC_TRY(create_own(unit));
     const fsdpc_unit_group *group = &unit->groups[0];
+    FSDPC_TRY(
+        fsdpc_loan_move(&unit->root->lender, unit->own_buffer->data, unit->own_buffer->bytes));
     unit->buffer = unit->own_buffer;
     return fsdpc_device_copy(unit->device, unit->buffer->data, group->grad,
                              group->plan->shard_numel * fsdpc_dtype_bytes(group->grad_dtype),
                              fsdpc_device_main(unit->device));
+}
+
+/* Returns the buffer that the unit would fill now if this rank does not use it, else NULL. Single
+ * ranks have none: kernels write into the shard, whose memory users, steps and frontends share. */
+static fsdpc_buffer *unused_buffer(const fsdpc_unit *unit)
+{
+    const fsdpc_root *root = unit->root;
+    int pooled = fsdpc_fill_choose(unit);
+    if (unit->buffer || fsdpc_fill_suits_shard(unit) || root->n_reducing > 0)
+        return NULL;
+    if (pooled >= 0)
+        return root->pool[pooled];
+    return fsdpc_fill_lacks_own(unit) ? NULL : unit->own_buffer;
+}
+
+/* It refuses inside backward, where buffers fill, and, after a step was captured, when replays
+ * write the buffers and the host does not see it. The other ranks may not run a rank-dependent
+ * unit. */
+fsdpc_status fsdpc_fill_lend(fsdpc_unit *unit, int param, fsdpc_dtype dtype, fsdpc_loan *loan,
+                             void **data_out)
+{
+    fsdpc_root *root = unit->root;
+    const fsdpc_place *place = &unit->layout->params[param];
+    if (!root || root->model->in_backward || root->captures > 0 || unit->settings.rank_dependent ||
+        place->group >= unit->n_trained || unit->groups[place->group].reduce_dtype != dtype)
+        return FSDPC_OK;
+    fsdpc_buffer *buffer = unused_buffer(unit);
+    if (!buffer)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_buffer_idle_wait(buffer, unit->name));
+    *loan = (fsdpc_loan){.device = unit->device,
+                         .param = place->name,
+                         .unit = unit->name,
+                         .data = data_out,
+                         .bytes = place->numel * fsdpc_dtype_bytes(dtype)};
+    (void)fsdpc_loan_begin(&root->lender, fsdpc_fill_place(unit, buffer, param), loan);
+    return FSDPC_OK;
 }
 
 static fsdpc_status zero_unfilled(fsdpc_unit *unit)
@@ -179,11 +220,8 @@ static fsdpc_status zero_unfilled(fsdpc_unit *unit)
         const fsdpc_unit_group *group = &unit->groups[place->group];
         if (place->group >= unit->n_trained)
             continue;
-        size_t element = fsdpc_dtype_bytes(group->reduce_dtype);
-        FSDPC_TRY(fsdpc_device_fill(unit->device,
-                                    unit->buffer->data + group->reduce_offset +
-                                        place->unsharded_offset * element,
-                                    0, place->numel * element, main));
+        FSDPC_TRY(fsdpc_device_fill(unit->device, fsdpc_fill_place(unit, unit->buffer, i), 0,
+                                    place->numel * fsdpc_dtype_bytes(group->reduce_dtype), main));
     }
     return FSDPC_OK;
 }
@@ -191,6 +229,7 @@ static fsdpc_status zero_unfilled(fsdpc_unit *unit)
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out)
 {
     fsdpc_root *root = unit->root;
+    FSDPC_TRY(fsdpc_loan_move(&root->lender, unit->buffer->data, unit->buffer->bytes));
     if (unit->n_filled < unit->layout->n_params)
         FSDPC_TRY(zero_unfilled(unit));
     for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {

@@ -1,4 +1,5 @@
-/* Fills reduce buffers. Only reduce.c uses this file, except for the functions that drop buffers.
+/* Fills reduce buffers. Only reduce.c uses this file, except that sched.c drops buffers, lends them
+ * and notes what kernels filled.
  *
  * A unit takes a buffer at its first gradient and returns it when its reduction is complete and all
  * peers have read it. Two pooled buffers serve units that close during backward. A unit gets its
@@ -34,6 +35,24 @@ static inline bool fsdpc_fill_is_in_shard(const fsdpc_unit *unit)
 {
     return unit->buffer == &unit->shard;
 }
+/* Returns a parameter's place in a reduce buffer. */
+static inline unsigned char *fsdpc_fill_place(const fsdpc_unit *unit, const fsdpc_buffer *buffer,
+                                              int param)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_unit_group *group = &unit->groups[place->group];
+    return buffer->data + group->reduce_offset +
+           place->unsharded_offset * fsdpc_dtype_bytes(group->reduce_dtype);
+}
+static inline void fsdpc_fill_note(fsdpc_unit *unit, int param) /* it has a contribution */
+{
+    unit->n_filled += !unit->filled[param];
+    unit->filled[param] = true;
+}
+/* Lends a parameter's place in the buffer that the unit would fill now; sets `loan` and *data_out,
+ * or neither, if it refuses. */
+fsdpc_status fsdpc_fill_lend(fsdpc_unit *unit, int param, fsdpc_dtype dtype, fsdpc_loan *loan,
+                             void **data_out);
 /* Zeroes the parts that no kernel wrote, and marks the written parameters as having gradients. The
  * reduction then owns the buffer. */
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);

@@ -282,12 +282,12 @@ static void take_larger(fsdpc_buffer *found[2], fsdpc_buffer *buffer)
 
 /* Finds room for rows [0] and updates [1] in the two largest idle buffers, or in halves of the only
  * one. All ranks make the same choice, as buffers are filled and posted in the same order. */
-static fsdpc_status find_places(const fsdpc_root *root, const fsdpc_comm *comm,
-                                meeting_place places[2])
+static fsdpc_status find_places(fsdpc_root *root, const fsdpc_comm *comm, meeting_place places[2])
 {
     fsdpc_buffer *found[2] = {NULL, NULL};
     if (!root || root->reduce_comm != comm || root->device->remote)
         return FSDPC_OK;
+    FSDPC_TRY(fsdpc_loan_move(&root->lender, NULL, SIZE_MAX));
     for (int i = 0; i < root->pooled.n; i++)
         if (root->pool[i] && root->pool[i]->peers && !root->pool_filling[i] &&
             !root->pool_reducing[i])
@@ -465,10 +465,10 @@ static int by_cost(const void *a, const void *b)
 
 /* Lists the matrices that are stepped on `comm`, the most expensive first. Returns a root that has
  * some of them, or NULL. */
-static const fsdpc_root *list_matrices(const fsdpc_optim *optim, const fsdpc_comm *comm)
+static fsdpc_root *list_matrices(const fsdpc_optim *optim, const fsdpc_comm *comm)
 {
     fsdpc_optim_matrix *own = optim->matrix;
-    const fsdpc_root *root = NULL;
+    fsdpc_root *root = NULL;
     own->n = 0;
     for (int u = 0; u < optim->n_units; u++) {
         const unit_states *states = &optim->units[optim->order[u]];
@@ -501,7 +501,7 @@ static fsdpc_status step_on(const fsdpc_optim *optim, fsdpc_comm *comm)
 {
     fsdpc_optim_matrix *own = optim->matrix;
     meeting_place places[2] = {{NULL, 0, 0}, {NULL, 0, 0}};
-    const fsdpc_root *root = list_matrices(optim, comm);
+    fsdpc_root *root = list_matrices(optim, comm);
     size_t ranks = (size_t)comm->size;
     if (ranks > 1 && own->n > 0)
         FSDPC_TRY(find_places(root, comm, places));

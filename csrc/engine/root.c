@@ -74,6 +74,7 @@ static fsdpc_status create_root(fsdpc_model *model, fsdpc_unit *const *units, co
     fsdpc_root *root = calloc(1, sizeof *root);
     if (!root)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %d units", n_units);
+    fsdpc_lender_init(&root->lender);
     root->model = model;
     root->n_units = n_units;
     root->comm = units[0]->mesh.shard;
@@ -259,6 +260,7 @@ static void destroy_root(fsdpc_root *root)
         fsdpc_buffer_destroy(root->pool_partial[i]);
     }
     fsdpc_param_buffer_destroy(root->param_buffer);
+    fsdpc_lender_destroy(&root->lender);
     free(root->slot_users);
     free(root->reducing);
     free(root->equal);

@@ -2,6 +2,7 @@
 #ifndef FSDPC_ENGINE_ROOT_INTERNAL_H
 #define FSDPC_ENGINE_ROOT_INTERNAL_H
 
+#include "engine/loan.h"
 #include "engine/root.h"
 #include "engine/unit_internal.h"
 
@@ -96,6 +97,7 @@ struct fsdpc_root {
     uint64_t pool_turn[FSDPC_POOLED_BUFFERS];         /* the reduction's position in posting
                                                        * order */
     uint64_t turns;
+    fsdpc_lender lender;   /* of its reduce buffers */
     fsdpc_unit **reducing; /* units with a posted reduction, oldest first; n_units entries */
     int n_reducing;
     uint64_t generation;      /* generation of the parameter buffer's contents */

@@ -299,23 +299,47 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
     return progress(model);
 }
 
+/* Opens the unit's reduce buffer, and returns the parameter's place in it. */
+static fsdpc_status open_place(fsdpc_unit *unit, int param, void **out)
+{
+    if (!unit->root || !unit->root->model->in_backward)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "a gradient of parameter '%s' outside the backward of unit '%s'",
+                          unit->layout->params[param].name, unit->name);
+    FSDPC_TRY(fsdpc_reduce_carry_on(unit->root));
+    FSDPC_TRY(fsdpc_reduce_open(unit));
+    *out = fsdpc_fill_place(unit, unit->buffer, param);
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
-    const fsdpc_unit_group *group = &unit->groups[place->group];
-    if (!unit->root || !unit->root->model->in_backward)
-        return fsdpc_fail(FSDPC_ERR_STATE,
-                          "a gradient of parameter '%s' outside the backward of unit '%s'",
-                          place->name, unit->name);
-    FSDPC_TRY(fsdpc_reduce_carry_on(unit->root));
-    FSDPC_TRY(fsdpc_reduce_open(unit));
-    *data_out = unit->buffer->data + group->reduce_offset +
-                place->unsharded_offset * fsdpc_dtype_bytes(group->reduce_dtype);
-    *dtype_out = group->reduce_dtype;
+    FSDPC_TRY(open_place(unit, param, data_out));
+    *dtype_out = unit->groups[place->group].reduce_dtype;
+    FSDPC_TRY(fsdpc_loan_move(&unit->root->lender, *data_out,
+                              place->numel * fsdpc_dtype_bytes(*dtype_out)));
     *accumulate_out = unit->filled[param];
-    unit->n_filled += !unit->filled[param];
-    unit->filled[param] = true;
+    fsdpc_fill_note(unit, param);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_grad_lend(fsdpc_unit *unit, int param, fsdpc_dtype dtype, fsdpc_loan *loan,
+                             void **data_out)
+{
+    return fsdpc_fill_lend(unit, param, dtype, loan, data_out);
+}
+
+fsdpc_status fsdpc_grad_settle(fsdpc_unit *unit, int param, fsdpc_loan *loan, bool as_gradient,
+                               bool *filled_out)
+{
+    void *place = NULL;
+    if (as_gradient)
+        FSDPC_TRY(open_place(unit, param, &place));
+    FSDPC_TRY(fsdpc_loan_settle(loan, place, filled_out));
+    if (*filled_out)
+        fsdpc_fill_note(unit, param);
     return FSDPC_OK;
 }
 

@@ -16,6 +16,7 @@
 #ifndef FSDPC_ENGINE_SCHED_H
 #define FSDPC_ENGINE_SCHED_H
 
+#include "engine/loan.h"
 #include "engine/root.h"
 
 /* `grad`: gradients are recorded. The outermost call begins an epoch. On return the unit is FULL.
@@ -34,6 +35,14 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
  * if the caller does not write it there. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
+/* In forward, lends memory for the gradient that a parameter will have in this dtype, to which
+ * *data_out points from then on, or refuses (loan->lender is NULL). */
+fsdpc_status fsdpc_grad_lend(fsdpc_unit *unit, int param, fsdpc_dtype dtype, fsdpc_loan *loan,
+                             void **data_out);
+/* Makes the lent memory's contents the first contribution in this backward, where they are;
+ * otherwise (*filled_out is false), or without `as_gradient`, they are in private memory now. */
+fsdpc_status fsdpc_grad_settle(fsdpc_unit *unit, int param, fsdpc_loan *loan, bool as_gradient,
+                               bool *filled_out);
 /* Returns whether the unit's reduce buffer is open. The first gradient opens the buffer, which may
  * require waiting for peers. */
 bool fsdpc_grad_is_open(const fsdpc_unit *unit);

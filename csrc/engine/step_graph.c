@@ -175,6 +175,7 @@ static fsdpc_status check_can_begin(const fsdpc_root *root)
 static fsdpc_status prepare(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out)
 {
     FSDPC_TRY(check_can_begin(root));
+    FSDPC_TRY(fsdpc_loan_move(&root->lender, NULL, SIZE_MAX)); /* replays write the buffers */
     fsdpc_step_graph *step = calloc(1, sizeof *step);
     unit_mark *marks = calloc((size_t)root->n_units, sizeof *marks);
     if (!step || !marks) {

@@ -8,7 +8,9 @@
  *     one chunk   the chunk itself, now the gradient of the logits; backward computes dx and dW
  *                 from it, dW directly into the target
  *     several     dx (as big as x) and dW in fp32, summed chunk by chunk in forward. Backward
- *                 scales both in place, and a leaf without another gradient adopts them
+ *                 scales both in place, and a leaf without another gradient adopts them. If the
+ *                 leaf's sink lends the place where it wants dW (the reduce buffer of a unit), dW
+ *                 is there from the start, and backward only scales it
  *
  * The stored gradients are those of the SUM over rows, so they are not scaled down before they are
  * rounded to bf16. Backward multiplies them by the incoming gradient and divides by the number of
@@ -150,6 +152,18 @@ static fsdpc_status chunk(head *h, fsdpc_tensor *logits, const fsdpc_tensor *mea
     return h->dlogits ? FSDPC_OK : chunk_products(h, logits, first, rows);
 }
 
+/* Gets memory for the weight's gradient, which the leaf's sink may lend. */
+static fsdpc_status create_dw(head *h)
+{
+    const fsdpc_tensor *w = h->weight;
+    const fsdpc_grad_sink *sink = &w->sink;
+    fsdpc_dtype wide = h->x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    bool borrows = sink->lend && !w->node && !h->tape->backward_depth && !fsdpc_tensor_has_hooks(w);
+    if (borrows)
+        FSDPC_TRY(sink->lend(sink->arg, wide, 2, w->shape, &h->dw));
+    return h->dw ? FSDPC_OK : fsdpc_tensor_create(h->tape->device, wide, 2, w->shape, &h->dw);
+}
+
 /* Allocates what keeps the gradients: one chunk's own memory, or dx and dw. */
 static fsdpc_status keep_gradients(head *h, fsdpc_tensor *logits)
 {
@@ -162,8 +176,7 @@ static fsdpc_status keep_gradients(head *h, fsdpc_tensor *logits)
     }
     if (h->want_dx)
         FSDPC_TRY(fsdpc_tensor_create(device, h->x->dtype, h->x->ndim, h->x->shape, &h->dx));
-    fsdpc_dtype wide = h->x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
-    return h->want_dw ? fsdpc_tensor_create(device, wide, 2, h->weight->shape, &h->dw) : FSDPC_OK;
+    return h->want_dw ? create_dw(h) : FSDPC_OK;
 }
 
 static fsdpc_status all_chunks(head *h)
@@ -250,14 +263,35 @@ static fsdpc_status give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor 
     return st;
 }
 
+/* Settles a loan; *given_out: the leaf has the gradient. */
+static fsdpc_status settle(const fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *kept,
+                           bool *given_out)
+{
+    const fsdpc_tensor *leaf = edge->leaf;
+    *given_out = false;
+    if (!kept->storage->settle)
+        return FSDPC_OK;
+    bool direct = leaf && leaf->requires_grad && leaf->sink.lend && !fsdpc_tensor_has_hooks(leaf) &&
+                  !tape->retain_graph;
+    FSDPC_TRY(kept->storage->settle(kept->storage, direct, given_out));
+    kept->data = kept->storage->data;
+    return FSDPC_OK;
+}
+
 static fsdpc_status give_kept(fsdpc_tape *tape, fsdpc_node *node, int input, int slot,
                               const fsdpc_tensor *dloss)
 {
+    const fsdpc_edge *edge = &node->inputs[input];
     fsdpc_tensor *gradient;
-    if (!node->saved[slot] || !fsdpc_edge_wanted(&node->inputs[input]))
+    bool given;
+    if (!node->saved[slot] || !fsdpc_edge_wanted(edge))
         return FSDPC_OK;
+    FSDPC_TRY(settle(tape, edge, node->saved[slot], &given));
     FSDPC_TRY(scaled(tape, node, slot, dloss, &gradient));
-    return give(tape, &node->inputs[input], gradient);
+    if (!given)
+        return give(tape, edge, gradient);
+    fsdpc_tensor_release(gradient);
+    return FSDPC_OK;
 }
 
 static fsdpc_status fused_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)

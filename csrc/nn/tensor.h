@@ -35,7 +35,9 @@ typedef struct fsdpc_storage {
     size_t bytes;
     fsdpc_device *device;
     void (*release)(struct fsdpc_storage *storage); /* frees data and the owner, not the struct */
-    void *owner;      /* of foreign memory: a NumPy array, a unit ... */
+    void *owner; /* of foreign memory: a NumPy array, a unit ... */
+    /* Of memory that a sink lent; see fsdpc_grad_sink. */
+    fsdpc_status (*settle)(struct fsdpc_storage *storage, bool as_gradient, bool *is_gradient_out);
     uint32_t version; /* incremented by every in-place write */
     bool readonly;    /* writes fault: a unit's full, foreign constants */
     bool exported;    /* may be accessed without a reference to it */
@@ -50,8 +52,16 @@ typedef struct fsdpc_grad_target {
     bool accumulate;
 } fsdpc_grad_target;
 
+/* `lend` (NULL: the sink has nothing to lend) gives memory to an operation that computes a gradient
+ * in forward: *out is a new tensor, or NULL if it refuses. The memory may move, to the data of the
+ * tensor's storage, so no other tensor may share it. Before backward uses the tensor, it calls the
+ * storage's `settle`. With `as_gradient`, the contents may become the leaf's first contribution,
+ * where they are; the caller may then still write them, and passes nothing on. Otherwise the memory
+ * is private from then on. */
 typedef struct fsdpc_grad_sink {
     fsdpc_status (*target)(void *arg, fsdpc_grad_target *out);
+    fsdpc_status (*lend)(void *arg, fsdpc_dtype dtype, int ndim, const size_t *shape,
+                         fsdpc_tensor **out);
     void *arg;
 } fsdpc_grad_sink;
 

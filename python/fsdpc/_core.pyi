@@ -2450,7 +2450,7 @@ def is_capturing() -> bool:
     """Return whether a step is being captured."""
 
 def dry_run(
-    params: list[Any], dtypes: list[dtype], fn: Callable[[], Any], /
+    params: list[Any], dtypes: list[dtype], lent: list[dtype | None], fn: Callable[[], Any], /
 ) -> tuple[int, int, int]:
     """Return the peak bytes that ``fn()`` would use, the bytes that it left behind, and the
     floating point operations of its products, without computing anything.

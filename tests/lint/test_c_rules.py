@@ -51,7 +51,7 @@ ORDER = {
     """,
     "engine": """
         layout cover factors state_format slots norm plan low_rank_plan unit unit_internal
-        root_internal codec_error acts grad_file micro order fill unsharded unsharded_shared
+        loan root_internal codec_error acts grad_file micro order fill unsharded unsharded_shared
         unsharded_file unsharded_frontend grads collect clip agree low_rank reduce
         unsharded_slots unsharded_private gather epoch root plan_root optim_internal
         optim_arrays optim_graph optim_host optim_matrix optim_factored optim optim_outer

@@ -1,10 +1,10 @@
-/* dry_run(params, dtypes, fn): measures the memory that a computation would use, without running
+/* dry_run(params, dtypes, lent, fn): measures the memory that a computation would use, without running
  * it. play(fn, orders): records the schedule that the engine would run, in a world of any size.
  *
  * fn() runs on a separate runtime with a null device: kernels do nothing, and memory is counted but
  * never touched, so no pages are used. A model of any size costs almost no time or memory. During
  * the run, the parameters also use null memory, in the given dtypes. A sink for their gradients
- * acts like a unit's reduce buffer. Units only cast their inputs and outputs. No epoch begins, so a
+ * acts like a unit's reduce buffer, and lends memory of the dtype in `lent`, if not None. Units only cast their inputs and outputs. No epoch begins, so a
  * single rank can make the plan. Returns the peak memory that fn used, excluding parameters and
  * their gradients, the memory still allocated afterwards, and the floating point operations of its
  * products.
@@ -21,9 +21,15 @@
 
 #include "ops/flat_ops.h"
 
-/* A parameter's original storage, which is restored afterwards. */
+/* A parameter's original storage, which is restored afterwards, and what its gradient has
+ * meanwhile. Loans are those of one root. */
 typedef struct stand {
     fsdpc_tensor *t;
+    bool lends;
+    fsdpc_dtype reduce_dtype;
+    fsdpc_device *device;
+    fsdpc_lender *lender;
+    void *grad;
     fsdpc_dtype dtype;
     fsdpc_storage *storage;
     void *data;
@@ -31,16 +37,31 @@ typedef struct stand {
     fsdpc_grad_sink sink;
 } stand;
 
-typedef struct scratch {
-    void *data;
-    fsdpc_dtype dtype;
-} scratch;
-
-static fsdpc_status scratch_target(void *arg, fsdpc_grad_target *out)
+static fsdpc_status stand_target(void *arg, fsdpc_grad_target *out)
 {
-    const scratch *s = arg;
-    *out = (fsdpc_grad_target){.data = s->data, .dtype = s->dtype};
+    const stand *s = arg;
+    *out = (fsdpc_grad_target){.data = s->grad, .dtype = FSDPC_F32};
+    return fsdpc_loan_move(s->lender, s->grad, 1);
+}
+
+static fsdpc_status lend_grad(void *arg, fsdpc_dtype dtype, fsdpc_loan *loan, void **data_out)
+{
+    const stand *s = arg;
+    *loan = (fsdpc_loan){.device = s->device,
+                         .param = "",
+                         .unit = "",
+                         .data = data_out,
+                         .bytes = s->t->numel * fsdpc_dtype_bytes(dtype)};
+    if (s->lends && dtype == s->reduce_dtype)
+        (void)fsdpc_loan_begin(s->lender, s->grad, loan);
     return FSDPC_OK;
+}
+
+static fsdpc_status stand_lend(void *arg, fsdpc_dtype dtype, int ndim, const size_t *shape,
+                               fsdpc_tensor **out)
+{
+    const stand *s = arg;
+    return fsdpc_py_borrow(s->device, dtype, ndim, shape, lend_grad, arg, NULL, out);
 }
 
 enum { DRY_EVENTS = 16, PLAYED_EVENTS = 1 << 20 };
@@ -58,9 +79,11 @@ static fsdpc_status null_runtime_create(const fsdpc_runtime *like, size_t events
     return fsdpc_trace_create(events, &r->trace);
 }
 
-static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype, scratch *grads)
+static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype)
 {
     fsdpc_tensor *t = s->t, *fresh;
+    s->device = r->device;
+    FSDPC_TRY(fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, t->numel * 4, &s->grad));
     FSDPC_TRY(fsdpc_tensor_create(r->device, dtype, t->ndim, t->shape, &fresh));
     s->dtype = t->dtype;
     s->storage = t->storage;
@@ -71,7 +94,7 @@ static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype, scr
     fsdpc_status status = fsdpc_tensor_bind(t, dtype, fresh->storage, fresh->data);
     fsdpc_tensor_release(fresh);
     t->guard = (fsdpc_guard){0};
-    t->sink = (fsdpc_grad_sink){.target = scratch_target, .arg = grads};
+    t->sink = (fsdpc_grad_sink){.target = stand_target, .lend = stand_lend, .arg = s};
     return status;
 }
 
@@ -83,6 +106,7 @@ static void move_back(stand *s)
     s->t->data = s->data;
     s->t->guard = s->guard;
     s->t->sink = s->sink;
+    fsdpc_device_free(s->device, s->grad);
 }
 
 static size_t held(fsdpc_runtime *r, bool peak)
@@ -112,15 +136,16 @@ static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dt
 {
     fsdpc_runtime dry;
     fsdpc_status status = null_runtime_create(&state->runtime, DRY_EVENTS, &dry);
-    size_t largest = 1;
-    for (Py_ssize_t i = 0; i < n; i++)
-        largest = stands[i].t->numel > largest ? stands[i].t->numel : largest;
-    scratch grads = {.dtype = FSDPC_F32};
-    if (status == FSDPC_OK)
-        status = fsdpc_device_alloc(dry.device, FSDPC_MEM_OTHER, largest * 4, &grads.data);
+    fsdpc_lender *lender = PyMem_RawCalloc(1, sizeof *lender);
+    if (!lender)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a plan");
+    else
+        fsdpc_lender_init(lender);
     Py_ssize_t moved = 0, peak = -1, left = 0;
-    for (; status == FSDPC_OK && moved < n; moved++)
-        status = move_over(&dry, &stands[moved], dtypes[moved], &grads);
+    for (; status == FSDPC_OK && moved < n; moved++) {
+        stands[moved].lender = lender;
+        status = move_over(&dry, &stands[moved], dtypes[moved]);
+    }
     if (status == FSDPC_OK)
         peak = measure(state, &dry, fn);
     while (moved > 0)
@@ -131,8 +156,10 @@ static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dt
         flops = *fsdpc_device_null_flops(dry.device);
     }
     if (dry.device && left == 0) {
-        fsdpc_device_free(dry.device, grads.data);
         fsdpc_py_runtime_destroy(&dry);
+        if (lender)
+            fsdpc_lender_destroy(lender);
+        PyMem_RawFree(lender);
     }
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
@@ -141,12 +168,13 @@ static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dt
 
 static PyObject *dry_run(PyObject *module, PyObject *args)
 {
-    PyObject *params, *kinds, *fn;
-    if (!PyArg_ParseTuple(args, "O!O!O", &PyList_Type, &params, &PyList_Type, &kinds, &fn))
+    PyObject *params, *kinds, *lent, *fn;
+    if (!PyArg_ParseTuple(args, "O!O!O!O", &PyList_Type, &params, &PyList_Type, &kinds,
+                          &PyList_Type, &lent, &fn))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(params);
-    if (n != PyList_GET_SIZE(kinds))
-        return PyErr_Format(PyExc_ValueError, "dry_run takes one dtype for each parameter");
+    if (n != PyList_GET_SIZE(kinds) || n != PyList_GET_SIZE(lent))
+        return PyErr_Format(PyExc_ValueError, "dry_run takes two dtypes for each parameter");
     fsdpc_py_state *state = PyModule_GetState(module);
     if (!fsdpc_py_state_runtime(state))
         return NULL;
@@ -157,7 +185,10 @@ static PyObject *dry_run(PyObject *module, PyObject *args)
         goto free;
     for (Py_ssize_t i = 0; i < n; i++) {
         stands[i].t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, i));
-        if (!stands[i].t || fsdpc_py_dtype_parse(PyList_GET_ITEM(kinds, i), &dtypes[i]) < 0)
+        PyObject *reduce = PyList_GET_ITEM(lent, i);
+        stands[i].lends = reduce != Py_None;
+        if (!stands[i].t || fsdpc_py_dtype_parse(PyList_GET_ITEM(kinds, i), &dtypes[i]) < 0 ||
+            (stands[i].lends && fsdpc_py_dtype_parse(reduce, &stands[i].reduce_dtype) < 0))
             goto free;
     }
     result = run(state, stands, dtypes, n, fn);

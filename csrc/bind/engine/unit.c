@@ -111,6 +111,70 @@ static fsdpc_status sink_target(void *arg, fsdpc_grad_target *out)
     return fsdpc_grad_target_of(p->unit, p->param, &out->data, &out->dtype, &out->accumulate);
 }
 
+typedef struct borrowed {
+    fsdpc_loan loan;
+    fsdpc_param_ref *param; /* with a reference to its unit; NULL: a plan lends */
+} borrowed;
+
+static void release_borrowed(fsdpc_storage *storage)
+{
+    borrowed *b = storage->owner;
+    if (fsdpc_loan_end(&b->loan))
+        fsdpc_device_free(storage->device, storage->data);
+    if (b->param)
+        fsdpc_unit_ref_release(b->param->ref);
+    PyMem_RawFree(b);
+}
+
+static fsdpc_status settle_borrowed(fsdpc_storage *storage, bool as_gradient, bool *is_gradient_out)
+{
+    borrowed *b = storage->owner;
+    if (!b->param)
+        return fsdpc_loan_settle(&b->loan, as_gradient ? storage->data : NULL, is_gradient_out);
+    return fsdpc_grad_settle(b->param->unit, b->param->param, &b->loan, as_gradient,
+                             is_gradient_out);
+}
+
+fsdpc_status fsdpc_py_borrow(fsdpc_device *device, fsdpc_dtype dtype, int ndim, const size_t *shape,
+                             fsdpc_lend_fn lend, void *arg, fsdpc_param_ref *param,
+                             fsdpc_tensor **out)
+{
+    fsdpc_tensor *t;
+    borrowed *b = PyMem_RawCalloc(1, sizeof *b);
+    if (!b)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a loan");
+    fsdpc_status status =
+        fsdpc_tensor_wrap(device, dtype, ndim, shape, NULL, release_borrowed, b, &t);
+    if (status != FSDPC_OK) {
+        PyMem_RawFree(b);
+        return status;
+    }
+    b->param = param;
+    if (param)
+        fsdpc_unit_ref_acquire(param->ref);
+    t->storage->settle = settle_borrowed;
+    status = lend(arg, dtype, &b->loan, &t->storage->data);
+    t->data = t->storage->data;
+    if (status == FSDPC_OK && b->loan.lender)
+        *out = t;
+    else
+        fsdpc_tensor_release(t);
+    return status;
+}
+
+static fsdpc_status lend_place(void *arg, fsdpc_dtype dtype, fsdpc_loan *loan, void **data_out)
+{
+    const fsdpc_param_ref *p = arg;
+    return fsdpc_grad_lend(p->unit, p->param, dtype, loan, data_out);
+}
+
+static fsdpc_status sink_lend(void *arg, fsdpc_dtype dtype, int ndim, const size_t *shape,
+                              fsdpc_tensor **out)
+{
+    fsdpc_param_ref *p = arg;
+    return fsdpc_py_borrow(fsdpc_unit_device(p->unit), dtype, ndim, shape, lend_place, p, p, out);
+}
+
 static fsdpc_status check_unsharded(void *arg)
 {
     fsdpc_param_ref *p = arg;
@@ -136,7 +200,8 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, unsharded);
     fsdpc_storage_release(storage);
     t->guard = (fsdpc_guard){.check = check_unsharded, .arg = &ref->params[param]};
-    t->sink = (fsdpc_grad_sink){.target = sink_target, .arg = &ref->params[param]};
+    t->sink =
+        (fsdpc_grad_sink){.target = sink_target, .lend = sink_lend, .arg = &ref->params[param]};
     return status;
 }
 
@@ -192,7 +257,7 @@ static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs,
     ref->unit = unit;
     ref->params = params;
     for (int i = 0; i < n; i++)
-        params[i] = (fsdpc_param_ref){.unit = unit, .param = i};
+        params[i] = (fsdpc_param_ref){.unit = unit, .param = i, .ref = ref};
     self->ref = ref;
     return FSDPC_OK;
 }

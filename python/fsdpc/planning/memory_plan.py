@@ -369,18 +369,20 @@ def memory_plan(
                                rules_of)  # fmt: skip
     if strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM:
         units = [unit._replace(keep_grads=True) for unit in units]
+    world = group._world
+    single = replicate * shard == 1 and (
+        world is None or world.size > 1 or world.transport == "self"
+    )
     activation, saved_bytes = None, dict[str, int]()
     if batch_shape is not None:
         leaves = _leaving(model, plan, offload_policy)
         with saved.planning(leaves):
-            activation, _ = measure_step(model, tuple(batch_shape), mp_policy)
+            activation, _ = measure_step(model, tuple(batch_shape), mp_policy, single)
         saved_bytes = saved.take_planned()
-    world = group._world
     question = _Question(
         units=units,
         mesh=(replicate, shard),
-        single=replicate * shard == 1
-        and (world is None or world.size > 1 or world.transport == "self"),
+        single=single,
         prefetch=model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1,
         n_states=(
             STATES["adamw" if optimizer in _OF_MATRICES else optimizer]
@@ -523,12 +525,21 @@ def _leaving(model: Any, plan: Any, policy: OffloadPolicy | None) -> dict[Any, O
 
 
 def measure_step(
-    model: Any, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None
+    model: Any,
+    shape: tuple[int, ...],
+    policy: MixedPrecisionPolicy | None,
+    single: bool | None = None,
 ) -> tuple[int, int]:
-    """Measure a forward and backward in a dry run; return peak activation bytes and FLOPs."""
+    """Measure a forward and backward in a dry run; return peak activation bytes and FLOPs.
+
+    Unless it is for a ``single`` rank (by default: if this run has one), reduce buffers lend memory
+    to gradients that a forward computes.
+    """
+    single = distributed.world_size() == 1 if single is None else single
     words = hasattr(getattr(model, "config", None), "vocab_size")
     params = list(model.parameters())
     dtypes = [_compute_dtype(p, policy) for p in params]
+    lent = [None if single else _lent_dtype(p, policy) for p in params]
 
     def step() -> None:
         forward = type(model).forward
@@ -545,9 +556,18 @@ def measure_step(
             step()
 
     saved.take_planned()  # of a dry run that failed, or of a search
-    peak, left, flops = _core.dry_run(params, dtypes, step_without_trace)
+    peak, left, flops = _core.dry_run(params, dtypes, lent, step_without_trace)
     check_left(model, left)
     return peak, flops
+
+
+def _lent_dtype(p: Any, policy: MixedPrecisionPolicy | None) -> _core.dtype | None:
+    """Return the dtype of its gradient in a reduce buffer; None if the buffer lends nothing."""
+    if p._unit is not None and p._unit.rank_dependent:
+        return None
+    given = p._unit if p._unit is not None else policy
+    narrow = given is not None and p.dtype.is_floating_point
+    return (given.reduce_dtype if narrow else None) or _compute_dtype(p, policy)
 
 
 def check_left(model: Any, left: int) -> None:
