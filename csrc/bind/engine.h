@@ -114,6 +114,8 @@ typedef fsdpc_status (*fsdpc_lend_fn)(void *arg, fsdpc_dtype dtype, fsdpc_loan *
 fsdpc_status fsdpc_py_borrow(fsdpc_device *device, fsdpc_dtype dtype, int ndim, const size_t *shape,
                              fsdpc_lend_fn lend, void *arg, fsdpc_param_ref *param,
                              fsdpc_tensor **out);
+/* Returns the sink of a parameter's gradients; the unit must outlive the leaf. */
+fsdpc_grad_sink fsdpc_py_sink_of(fsdpc_unit_ref *ref, int param);
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
 
 /* Returns the number of dimensions and the shape of a local shard, which is the parameter's shape

@@ -1,19 +1,6 @@
 #include "engine/loan.h"
 
-#include <assert.h>
 #include <stdint.h>
-
-void fsdpc_lender_init(fsdpc_lender *lender)
-{
-    pthread_mutex_init(&lender->lock, NULL);
-    lender->loan = NULL;
-}
-
-void fsdpc_lender_destroy(fsdpc_lender *lender)
-{
-    assert(!lender->loan);
-    pthread_mutex_destroy(&lender->lock);
-}
 
 bool fsdpc_loan_begin(fsdpc_lender *lender, void *place, fsdpc_loan *loan)
 {

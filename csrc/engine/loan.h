@@ -4,7 +4,7 @@
  * lends it the place that this gradient will have there, so that a step has no second copy of it.
  * A loan ends in one of these ways:
  *
- *     settled   backward has opened the same buffer: the gradient is where it should be
+ *     settled   backward has opened the same buffer: the gradient is in its place
  *     moved     the engine needs the place first: the contents move to private memory
  *     ended     the borrower is freed
  *
@@ -30,6 +30,11 @@ typedef struct fsdpc_lender {
     fsdpc_loan *loan;     /* NULL: none */
 } fsdpc_lender;
 
+static inline void fsdpc_lender_init(fsdpc_lender *lender)
+{
+    *lender = (fsdpc_lender){.lock = PTHREAD_MUTEX_INITIALIZER};
+}
+
 struct fsdpc_loan {
     fsdpc_lender *lender; /* NULL: nothing was lent */
     fsdpc_device *device;
@@ -38,9 +43,6 @@ struct fsdpc_loan {
     size_t bytes;
     bool moved; /* the memory is private: the borrower frees it */
 };
-
-void fsdpc_lender_init(fsdpc_lender *lender);
-void fsdpc_lender_destroy(fsdpc_lender *lender);
 
 /* Lends memory: sets *loan->data. The other fields have been filled in. Returns whether it did;
  * if not, there is a loan already. */

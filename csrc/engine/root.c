@@ -260,7 +260,6 @@ static void destroy_root(fsdpc_root *root)
         fsdpc_buffer_destroy(root->pool_partial[i]);
     }
     fsdpc_param_buffer_destroy(root->param_buffer);
-    fsdpc_lender_destroy(&root->lender);
     free(root->slot_users);
     free(root->reducing);
     free(root->equal);

@@ -39,7 +39,7 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
  * *data_out points from then on, or refuses (loan->lender is NULL). */
 fsdpc_status fsdpc_grad_lend(fsdpc_unit *unit, int param, fsdpc_dtype dtype, fsdpc_loan *loan,
                              void **data_out);
-/* Makes the lent memory's contents the first contribution in this backward, where they are;
+/* Makes the lent memory's contents the first contribution in this backward, without a copy;
  * otherwise (*filled_out is false), or without `as_gradient`, they are in private memory now. */
 fsdpc_status fsdpc_grad_settle(fsdpc_unit *unit, int param, fsdpc_loan *loan, bool as_gradient,
                                bool *filled_out);

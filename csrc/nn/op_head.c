@@ -9,7 +9,7 @@
  *                 from it, dW directly into the target
  *     several     dx (as big as x) and dW in fp32, summed chunk by chunk in forward. Backward
  *                 scales both in place, and a leaf without another gradient adopts them. If the
- *                 leaf's sink lends the place where it wants dW (the reduce buffer of a unit), dW
+ *                 leaf's sink lends the place of its gradient (in a unit's reduce buffer), dW
  *                 is there from the start, and backward only scales it
  *
  * The stored gradients are those of the SUM over rows, so they are not scaled down before they are

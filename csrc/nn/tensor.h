@@ -55,8 +55,8 @@ typedef struct fsdpc_grad_target {
 /* `lend` (NULL: the sink has nothing to lend) gives memory to an operation that computes a gradient
  * in forward: *out is a new tensor, or NULL if it refuses. The memory may move, to the data of the
  * tensor's storage, so no other tensor may share it. Before backward uses the tensor, it calls the
- * storage's `settle`. With `as_gradient`, the contents may become the leaf's first contribution,
- * where they are; the caller may then still write them, and passes nothing on. Otherwise the memory
+ * storage's `settle`. With `as_gradient`, the contents may become the leaf's first contribution
+ * without a copy; the caller may then still write them, and passes nothing on. Otherwise the memory
  * is private from then on. */
 typedef struct fsdpc_grad_sink {
     fsdpc_status (*target)(void *arg, fsdpc_grad_target *out);

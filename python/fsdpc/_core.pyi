@@ -2576,6 +2576,14 @@ class TorchUnit:
         if the unit's reduce dtype does not allow it.
         """
 
+    def lend(self, i: int, leaf: Tensor, /) -> None:
+        """Make the gradient of a leaf with parameter i's values go to parameter i, whose reduce
+        buffer may lend memory for it.
+        """
+
+    def accept(self, i: int, leaf: Tensor, direct: bool, /) -> None:
+        """Prepare for that gradient in backward, or leave it in ``leaf.grad`` if not direct."""
+
     def apply_scale(self) -> None:
         """Apply the deferred clipping factor."""
     def reset(self) -> None:

@@ -27,7 +27,6 @@ static void open_rig(rig *r)
 
 static void close_rig(rig *r)
 {
-    fsdpc_lender_destroy(&r->lender);
     fsdpc_device_destroy(r->device);
     fsdpc_mem_destroy(r->mem);
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as TF
 
-from fsdpc import _core
+from fsdpc import _core, memory_stats
 from fsdpc.torch import fully_shard, linear_cross_entropy
 from tests.events import event_counts
 
@@ -158,3 +158,60 @@ def test_bad_input() -> None:
         w.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
+
+
+class Wide(torch.nn.Module):
+    """A head whose logits take several chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 4), torch.nn.Linear(4, 30000, bias=False)
+        self.hooks: list[Any] = []
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.seen = [self.head.weight]
+        for hook in self.hooks:
+            self.head.weight.register_hook(hook)
+        return linear_cross_entropy(self.body(x), self.head.weight, target)
+
+
+@pytest.mark.ranks(2)
+def test_a_weights_gradient_has_no_second_copy() -> None:
+    """Unless hooks or autograd.grad() ask torch for it."""
+    torch.manual_seed(0)
+    plain, ours = Wide(), Wide()
+    ours.load_state_dict(plain.state_dict())
+    fully_shard(ours)
+    batches = [(torch.randn(500, 8), torch.randint(0, 30000, (500,))) for _ in range(2)]
+
+    def forward(step: int) -> tuple[torch.Tensor, bool]:
+        before = memory_stats()["activation_bytes"]
+        loss = ours(*batches[step])
+        return loss, memory_stats()["activation_bytes"] - before < 4 * plain.head.weight.numel()
+
+    before = memory_stats()["activation_bytes"]
+    loss, borrows = forward(0)
+    again, twice = forward(1)
+    assert borrows and not twice
+    for each in (again, loss):  # the second, which moves what the first one keeps
+        each.backward()
+    for step in (1, 0):
+        plain(*batches[step]).backward()
+    average_grads(plain)
+    assert_same_grads(ours, plain)
+    loss, borrows = forward(0)
+    (found,) = torch.autograd.grad(loss, ours.seen)
+    (wanted,) = torch.autograd.grad(plain(*batches[0]), plain.head.weight)
+    assert borrows
+    torch.testing.assert_close(found, wanted)
+    ours.hooks.append(lambda gradient: 2 * gradient)
+    for model in (plain, ours):
+        model.zero_grad()
+    loss, borrows = forward(0)
+    assert not borrows
+    loss.backward()
+    assert ours.head.weight.grad is not None
+    torch.testing.assert_close(ours.head.weight.grad.full_tensor(), 2 * wanted)
+    del loss, each, again, found, wanted
+    assert memory_stats()["activation_bytes"] == before

@@ -23,7 +23,7 @@
 
 /* A parameter's original storage, which is restored afterwards, and what its gradient has
  * meanwhile. Loans are those of one root. */
-typedef struct stand {
+typedef struct stand_in {
     fsdpc_tensor *t;
     bool lends;
     fsdpc_dtype reduce_dtype;
@@ -35,18 +35,18 @@ typedef struct stand {
     void *data;
     fsdpc_guard guard;
     fsdpc_grad_sink sink;
-} stand;
+} stand_in;
 
 static fsdpc_status stand_target(void *arg, fsdpc_grad_target *out)
 {
-    const stand *s = arg;
+    const stand_in *s = arg;
     *out = (fsdpc_grad_target){.data = s->grad, .dtype = FSDPC_F32};
     return fsdpc_loan_move(s->lender, s->grad, 1);
 }
 
 static fsdpc_status lend_grad(void *arg, fsdpc_dtype dtype, fsdpc_loan *loan, void **data_out)
 {
-    const stand *s = arg;
+    const stand_in *s = arg;
     *loan = (fsdpc_loan){.device = s->device,
                          .param = "",
                          .unit = "",
@@ -60,7 +60,7 @@ static fsdpc_status lend_grad(void *arg, fsdpc_dtype dtype, fsdpc_loan *loan, vo
 static fsdpc_status stand_lend(void *arg, fsdpc_dtype dtype, int ndim, const size_t *shape,
                                fsdpc_tensor **out)
 {
-    const stand *s = arg;
+    const stand_in *s = arg;
     return fsdpc_py_borrow(s->device, dtype, ndim, shape, lend_grad, arg, NULL, out);
 }
 
@@ -79,7 +79,7 @@ static fsdpc_status null_runtime_create(const fsdpc_runtime *like, size_t events
     return fsdpc_trace_create(events, &r->trace);
 }
 
-static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype)
+static fsdpc_status move_over(fsdpc_runtime *r, stand_in *s, fsdpc_dtype dtype)
 {
     fsdpc_tensor *t = s->t, *fresh;
     s->device = r->device;
@@ -98,7 +98,7 @@ static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype)
     return status;
 }
 
-static void move_back(stand *s)
+static void move_back(stand_in *s)
 {
     fsdpc_storage_release(s->t->storage);
     s->t->dtype = s->dtype;
@@ -131,8 +131,8 @@ static Py_ssize_t measure(fsdpc_py_state *state, fsdpc_runtime *dry, PyObject *f
     return (Py_ssize_t)(held(dry, true) - before);
 }
 
-static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dtypes, Py_ssize_t n,
-                     PyObject *fn)
+static PyObject *run(fsdpc_py_state *state, stand_in *stands, const fsdpc_dtype *dtypes,
+                     Py_ssize_t n, PyObject *fn)
 {
     fsdpc_runtime dry;
     fsdpc_status status = null_runtime_create(&state->runtime, DRY_EVENTS, &dry);
@@ -157,8 +157,6 @@ static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dt
     }
     if (dry.device && left == 0) {
         fsdpc_py_runtime_destroy(&dry);
-        if (lender)
-            fsdpc_lender_destroy(lender);
         PyMem_RawFree(lender);
     }
     if (status != FSDPC_OK)
@@ -178,7 +176,7 @@ static PyObject *dry_run(PyObject *module, PyObject *args)
     fsdpc_py_state *state = PyModule_GetState(module);
     if (!fsdpc_py_state_runtime(state))
         return NULL;
-    stand *stands = fsdpc_py_array(n, sizeof *stands);
+    stand_in *stands = fsdpc_py_array(n, sizeof *stands);
     fsdpc_dtype *dtypes = fsdpc_py_array(n, sizeof *dtypes);
     PyObject *result = NULL;
     if (!stands || !dtypes)

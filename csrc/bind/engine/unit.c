@@ -175,6 +175,11 @@ static fsdpc_status sink_lend(void *arg, fsdpc_dtype dtype, int ndim, const size
     return fsdpc_py_borrow(fsdpc_unit_device(p->unit), dtype, ndim, shape, lend_place, p, p, out);
 }
 
+fsdpc_grad_sink fsdpc_py_sink_of(fsdpc_unit_ref *ref, int param)
+{
+    return (fsdpc_grad_sink){.target = sink_target, .lend = sink_lend, .arg = &ref->params[param]};
+}
+
 static fsdpc_status check_unsharded(void *arg)
 {
     fsdpc_param_ref *p = arg;
@@ -200,8 +205,7 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, unsharded);
     fsdpc_storage_release(storage);
     t->guard = (fsdpc_guard){.check = check_unsharded, .arg = &ref->params[param]};
-    t->sink =
-        (fsdpc_grad_sink){.target = sink_target, .lend = sink_lend, .arg = &ref->params[param]};
+    t->sink = fsdpc_py_sink_of(ref, param);
     return status;
 }
 

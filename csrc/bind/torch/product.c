@@ -2,7 +2,8 @@
  *
  * Operands are addresses of dense row-major matrices of one dtype; the caller must check shapes and
  * keep the tensors alive. The gradient of a unit's weight is written directly into the unit's
- * reduce buffer, so no other copy exists.
+ * reduce buffer, so no other copy exists. `lend` does this for a head, whose operation computes its
+ * gradient in forward, on a native leaf.
  */
 #include "bind/torch/unit.h"
 
@@ -101,7 +102,48 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
     Py_RETURN_TRUE;
 }
 
+static fsdpc_tensor *leaf_of(PyObject *args, int *param_out, int *direct_out)
+{
+    PyObject *object;
+    *direct_out = 1;
+    return PyArg_ParseTuple(args, "iO|p", param_out, &object, direct_out)
+               ? fsdpc_py_tensor_of(object)
+               : NULL;
+}
+
+static PyObject *lend_method(PyObject *object, PyObject *args)
+{
+    const fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    int param, direct;
+    fsdpc_tensor *leaf = leaf_of(args, &param, &direct);
+    if (!leaf)
+        return NULL;
+    if (param < 0 || param >= self->n_params ||
+        leaf->numel != fsdpc_torch_place(self, param)->numel)
+        return PyErr_Format(PyExc_ValueError, "parameter %d of %d has other elements", param,
+                            self->n_params);
+    leaf->sink = fsdpc_py_sink_of(self->unit->ref, param);
+    Py_RETURN_NONE;
+}
+
+static PyObject *accept_method(PyObject *object, PyObject *args)
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    int param, direct;
+    fsdpc_tensor *leaf = leaf_of(args, &param, &direct);
+    if (!leaf)
+        return NULL;
+    if (!direct)
+        leaf->sink = (fsdpc_grad_sink){0};
+    else if (fsdpc_torch_reach_backward(self) < 0 || fsdpc_torch_provide_grads(self) < 0 ||
+             fsdpc_torch_add_early(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef fsdpc_py_torch_product_methods[] = {
+    FSDPC_PY_METHOD(TorchUnit, lend, lend_method, METH_VARARGS),
+    FSDPC_PY_METHOD(TorchUnit, accept, accept_method, METH_VARARGS),
     FSDPC_PY_METHOD(TorchUnit, add_product, add_product_method, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

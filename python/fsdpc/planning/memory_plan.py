@@ -323,7 +323,8 @@ def memory_plan(
     -------
     MemoryPlan
         Equal to the run's own peaks, category by category, after the schedule is recorded and if no
-        unit keeps gradients over several backwards (``no_sync``). A single rank may need more if
+        unit keeps gradients over several backwards (``no_sync``). A head's unit that is not the
+        last to run may need its weight's gradient more. A single rank may need more if
         gradients are accumulated or divided, or if a forward uses a unit twice. Masters of frozen
         parameters have their own memory until the first forward. The plan is for this process's
         device and, if its number of ranks equals this run's, for the run's hosts. For others, use

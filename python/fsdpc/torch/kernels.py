@@ -158,10 +158,14 @@ def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n
     state = reference()
     if state is None:
         return False
-    try:
-        accumulates = _will_run(ctx.next_functions[1][0])
-    except RuntimeError:  # torch.autograd.grad() has to return the gradient
-        return False
-    return accumulates and state.torch_unit.add_product(
+    return accumulates(ctx.next_functions[1][0]) and state.torch_unit.add_product(
         index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in
     )
+
+
+def accumulates(node: Any) -> bool:
+    """Return whether the running backward adds to the ``.grad`` that this node accumulates."""
+    try:
+        return _will_run(node)
+    except RuntimeError:  # torch.autograd.grad() has to return the gradient
+        return False

@@ -2,7 +2,8 @@
 
 The engine's operation runs on torch's memory, on a tape of its own: torch sees one node, whose
 backward runs that tape. Weights are used as torch passes them, so inside a unit's forward the
-head's weight is the gathered one, and its gradient takes torch's way to the unit.
+head's weight is the gathered one. On a CPU, its gradient is computed in the unit's reduce buffer,
+without torch, unless hooks or ``torch.autograd.grad`` ask for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc import _core
 from fsdpc.tensors.grad_mode import enable_grad
+from fsdpc.torch.kernels import accumulates
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -100,6 +102,9 @@ class _Loss(torch.autograd.Function):
         ours = [_core.from_dlpack(t.detach().contiguous()) for t in (x, weight)]
         for each, needed in zip(ours, ctx.needs_input_grad, strict=False):
             each.requires_grad = needed
+        ctx.unit = _unit_of(weight) if ctx.needs_input_grad[1] and weight.is_cpu else None
+        if ctx.unit is not None:
+            ctx.unit[0].lend(ctx.unit[1], ours[1])
         ids = _core.from_dlpack(target.contiguous())
         with enable_grad():  # without gradients that are needed, nothing is recorded
             loss = _core.linear_cross_entropy(*ours, ids, *options)
@@ -110,11 +115,21 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> Any:
-        _ = ctx.saved_tensors
+        weight = ctx.saved_tensors[1]
         if ctx.ours is None:
             raise RuntimeError("linear_cross_entropy: backward ran already, and it can run once")
         (loss, ours), ctx.ours = ctx.ours, None
+        if ctx.unit is not None:
+            accepts = accumulates(ctx.next_functions[1][0]) and not weight._backward_hooks
+            ctx.unit[0].accept(ctx.unit[1], ours[1], accepts)
         loss.backward(_core.from_dlpack(dloss.contiguous()))
         del loss
         grads = [None if t.grad is None else torch.from_dlpack(t.grad) for t in ours]
         return *grads, None, None
+
+
+def _unit_of(weight: torch.Tensor) -> tuple[_core.TorchUnit, int] | None:
+    """Return the unit of a gathered parameter, and which one it is."""
+    reference, i = getattr(weight, "_fsdpc_target", (None, 0))
+    state = reference() if reference is not None and not weight._backward_hooks else None
+    return None if state is None else (state.torch_unit, i)
