@@ -16,8 +16,8 @@ are those of bench_torch.py; engines use gloo. "native" is fsdpc's own LLaMA of 
 "fsdpc:NO_SHARD,replicas=powersgd8" and "ddp:powersgd8" sum in low rank, and with
 "fsdpc:NO_SHARD,outer=10" replicas meet every 10 steps, whose mean counts.
 "Of it processor" is the processor time of the first rank: where it fills the step, a core is the
-limit and not the wire. "Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
-step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
+limit and not the wire. "Sent" is what the device of the first host sent in a step, all protocols
+counted. The floor of a step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
 the time alone and that rate, for fsdpc, with the constants above; "of free messages" is that where
 they have no latency and cost no processor: what the order of a step's work takes, by any means.

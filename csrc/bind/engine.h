@@ -107,7 +107,6 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 /* Called when the unit is freed: gradients that were handed out stay valid. */
 void fsdpc_py_shared_grads_release(fsdpc_shared_grads *block);
 
-/* Binds the parameter's tensor to the unit; the tensor has no memory until the root is known. */
 /* Creates a tensor over memory that lend(arg) lends, or none (*out unchanged) if it refuses. */
 typedef fsdpc_status (*fsdpc_lend_fn)(void *arg, fsdpc_dtype dtype, fsdpc_loan *loan,
                                       void **data_out);
@@ -116,6 +115,7 @@ fsdpc_status fsdpc_py_borrow(fsdpc_device *device, fsdpc_dtype dtype, int ndim, 
                              fsdpc_tensor **out);
 /* Returns the sink of a parameter's gradients; the unit must outlive the leaf. */
 fsdpc_grad_sink fsdpc_py_sink_of(fsdpc_unit_ref *ref, int param);
+/* Binds the parameter's tensor to the unit; the tensor has no memory until the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
 
 /* Returns the number of dimensions and the shape of a local shard, which is the parameter's shape

@@ -61,6 +61,11 @@ def test_a_resumed_run_ends_as_a_whole_one(ranks: int, given: list[str], tmp_pat
     assert "resumed after step 4" in again
     assert crc(whole) == crc(first) == crc(again)
     assert names(folder) == ["step-00000004", "step-00000006"]
+    if given:
+        changed = "replicas=powersgd4:start_step=2"
+        text = train("--ranks", ranks, "--steps", 8, *given[:-1], changed,
+                     "--checkpoint", folder, "--resume")  # fmt: skip
+        assert re.search("sums of compression had kept begins at zero: 0.powersgd4.resid", text)
 
 
 def test_resumed_at_another_number_of_ranks(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
-/* dry_run(params, dtypes, lent, fn): measures the memory that a computation would use, without running
- * it. play(fn, orders): records the schedule that the engine would run, in a world of any size.
+/* dry_run(params, dtypes, lent, fn): measures the memory that a computation would use, without
+ * running it. play(fn, orders): records the schedule that the engine would run, in a world of any
+ * size.
  *
  * fn() runs on a separate runtime with a null device: kernels do nothing, and memory is counted but
  * never touched, so no pages are used. A model of any size costs almost no time or memory. During
  * the run, the parameters also use null memory, in the given dtypes. A sink for their gradients
- * acts like a unit's reduce buffer, and lends memory of the dtype in `lent`, if not None. Units only cast their inputs and outputs. No epoch begins, so a
- * single rank can make the plan. Returns the peak memory that fn used, excluding parameters and
- * their gradients, the memory still allocated afterwards, and the floating point operations of its
- * products.
+ * acts like a unit's reduce buffer, and lends memory of the dtype in `lent`, if not None. Units only
+ * cast their inputs and outputs. No epoch begins, so a single rank can make the plan. Returns the
+ * peak memory that fn used, excluding parameters and their gradients, the memory still allocated
+ * afterwards, and the floating point operations of its products.
  *
  * play's fn creates the model, communicators without an address and units, and then trains: only
  * kernels and peers are missing. An operation completes when the engine waits for it (or, with

@@ -135,7 +135,7 @@ class TrainCheckpoints:
         self._manager.claim()
         self._signals = StopSignals()
         latest = self._manager.latest()
-        step, changed, self._resumed = None, "", latest
+        step, changed, zeroed, self._resumed = None, "", list[str](), latest
         if latest is not None:
             content = manifest.read(latest)
             extra, loader = self.state["extra"], self.state["data"]
@@ -144,11 +144,15 @@ class TrainCheckpoints:
             self._resumed = self._manager.restored  # an older checkpoint if the newest is damaged
             content = manifest.read(self._resumed)
             changed = changes(content, extra["options"], distributed.world_size())
+            zeroed = self._manager.report.zeroed
         elif o.resume:
             self._manager.restore(self.state, **_RESTORE)  # raises if all are damaged
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
             print(f"{found} in {o.checkpoint}" + (f", with {changed}" if changed else ""))
+            if zeroed:
+                print(f"what {len(zeroed)} sums of compression had kept begins at zero: {zeroed[0]}"
+                      + (", ..." if zeroed[1:] else ""))  # fmt: skip
         self._saved = self._began = step
         if distributed.rank() == 0:
             (o.checkpoint / OPTIONS).write_text(self.text, **AS_NAMES)

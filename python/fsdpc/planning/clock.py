@@ -84,8 +84,8 @@ class Network:
         seconds = inside / local_size / self.o.local_bandwidth
         seconds += max(between / self.bandwidth, messages * self.o.message)
         return Load(
-            between, inside * per_host, messages, hops * self.latency if hosts > 1 else 0.0, seconds,
-            core=2 * between / (local_size * per_host) / self.o.core_bandwidth,
+            between, inside * per_host, messages, hops * self.latency if hosts > 1 else 0.0,
+            seconds, core=2 * between / (local_size * per_host) / self.o.core_bandwidth,
         )  # fmt: skip
 
     def _ring(self, kind: str, group: HostGroup, full: float) -> Load:
