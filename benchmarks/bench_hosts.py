@@ -9,15 +9,15 @@
 The hosts are network namespaces of this machine, joined by veth devices (and a bridge, if there are
 more than two), which the benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2.
 `--rates` shapes both directions of each wire. Each host has its share of the cores to itself, or
-shares one if there are fewer cores than hosts. A step and its turns
-are those of bench_torch.py; engines use gloo. "native" is fsdpc's own LLaMA of the same shape;
-"native-openmpi" and "native-mpich" are that over an MPI, started by its launcher, told to use TCP.
-"ENGINE:HYBRID_SHARD" shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses,
+shares one if there are fewer cores than hosts. A step and its turns are those of bench_torch.py;
+engines use gloo. "native" is fsdpc's own LLaMA of the same shape; "native-openmpi" and
+"native-mpich" are that over an MPI, started by its launcher, told to use TCP. "ENGINE:HYBRID_SHARD"
+shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses,
 "fsdpc:NO_SHARD,replicas=powersgd8" and "ddp:powersgd8" sum in low rank, and with
-"fsdpc:NO_SHARD,outer=10" replicas meet every 10 steps, whose mean counts.
-"Of it processor" is the processor time of the first rank: where it fills the step, a core is the
-limit and not the wire. "Sent" is what the device of the first host sent in a step, all protocols
-counted. The floor of a step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
+"fsdpc:NO_SHARD,outer=10" replicas meet every 10 steps, whose mean counts. "Of it processor" is the
+processor time of the first rank: where it fills the step, a core is the limit and not the wire.
+"Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
+step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
 the time alone and that rate, for fsdpc, with the constants above; "of free messages" is that where
 they have no latency and cost no processor: what the order of a step's work takes, by any means.
