@@ -32,7 +32,8 @@ typedef struct fsdpc_lender {
 
 static inline void fsdpc_lender_init(fsdpc_lender *lender)
 {
-    *lender = (fsdpc_lender){.lock = PTHREAD_MUTEX_INITIALIZER};
+    pthread_mutex_init(&lender->lock, NULL); /* an idle mutex holds nothing: none is destroyed */
+    lender->loan = NULL;
 }
 
 struct fsdpc_loan {

@@ -390,6 +390,40 @@ def drop_what_is_in_use(_: str) -> list[Any]:
     return [pressed, given_back]
 
 
+class Scorer(fsdpc.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = fsdpc.nn.Linear(8, 16), fsdpc.nn.Linear(16, 64, bias=False)
+
+    def forward(self, seed: int) -> Any:
+        rng = np.random.default_rng([seed, fsdpc.rank()])
+        x = fsdpc.tensor(rng.standard_normal((12, 8)).astype(np.float32))
+        y = fsdpc.tensor(rng.integers(0, 64, 12))
+        weight = self.head.weight
+        return fsdpc.functional.linear_cross_entropy(self.body(x), weight, y, chunk_rows=4)
+
+
+def loans(_: str) -> list[tuple[int, str]]:
+    """What two forwards keep, and a digest of the gradients: with loans, and without."""
+    found = []
+    for borrows in (True, False):
+        fsdpc.manual_seed(3)
+        model = fsdpc.fully_shard(Scorer())
+        if not borrows:
+            model.head.weight.register_hook(lambda gradient: None)
+        before = fsdpc.memory_stats()["activation_bytes"]
+        losses = [model(seed) for seed in range(2)]
+        kept = fsdpc.memory_stats()["activation_bytes"] - before
+        for loss in (losses[1], losses[0], model(2)):  # the first moves, the last stays
+            loss.backward()
+        digest = hashlib.sha256()
+        for p in model.parameters():
+            digest.update(fsdpc.full_grad(p).numpy().tobytes())
+        found.append((kept, digest.hexdigest()))
+        del losses, loss
+    return found
+
+
 def work(fn: Callable[[str], Any], device: str, argument: str) -> Any:
     """Be one rank."""
     fsdpc.set_default_device(device)

@@ -42,6 +42,11 @@ def test_strategies_have_the_same_bits(nccl: dict[str, str]) -> None:
             assert rank[f"perceptron {dtype}"]["NO_SHARD"][1:] == [norms[dtype], digest]
 
 
+def test_reduce_buffers_lend_a_head_its_gradients_memory(nccl: dict[str, str]) -> None:
+    for (kept, bits), (more, expected) in ranks(nccl, "loans", "cuda", "2"):
+        assert bits == expected and more - kept == 64 * 16 * 4
+
+
 def test_units_on_different_meshes(nccl: dict[str, str]) -> None:
     """Each mesh has streams and NCCL communicators of its own; all post in one order."""
     on = {device: ranks(nccl, "meshes", device, "4") for device in ("cpu", "cuda")}
