@@ -536,7 +536,8 @@ def measure_step(
     Unless it is for a ``single`` rank (by default: if this run has one), reduce buffers lend memory
     to gradients that a forward computes.
     """
-    single = distributed.world_size() == 1 if single is None else single
+    if single is None:
+        single = group._world is None or group._world.size == 1
     words = hasattr(getattr(model, "config", None), "vocab_size")
     params = list(model.parameters())
     dtypes = [_compute_dtype(p, policy) for p in params]
