@@ -433,16 +433,16 @@ static void those_who_heard_leave(rank_context *self)
 static void one_drops_a_group(rank_context *self)
 {
     const fsdpc_coll barrier = {.kind = FSDPC_COLL_BARRIER, .what = "end"};
-    enum { COUNTED = 100000 };
+    enum { N = 100000 };
     fsdpc_comm *group = NULL;
     fsdpc_work work = {0};
-    uint8_t *mine = calloc(1, COUNTED), *all = calloc(COUNTED, (size_t)self->size);
+    uint8_t *mine = calloc(1, N), *all = calloc(N, (size_t)self->size);
     fsdpc_coll values = {.kind = FSDPC_COLL_ALL_GATHER,
                          .what = "values",
                          .dtype = FSDPC_U8,
                          .send = mine,
                          .recv = all,
-                         .numel = COUNTED};
+                         .numel = N};
     EXPECT_OK(self, fsdpc_comm_split(self->comm, 0, self->rank, &group));
     pthread_barrier_wait(&hosts_created); /* all have theirs */
     if (self->rank == self->size - 1) {

@@ -83,7 +83,7 @@ static void test_sinks(void)
     size_t start = bytes_now();
     sink_state sink = {.buffer = {-1, -1, -1, -1}};
     fsdpc_tensor *w = matrix(2, 2, 3, true), *x = matrix(1, 2, 2, false), *y, *z, *sum;
-    w->sink = (fsdpc_grad_sink){sink_target, &sink};
+    w->sink = (fsdpc_grad_sink){.target = sink_target, .arg = &sink};
     CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &y));
     CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &z));
     CHECK_OK(fsdpc_op_binary(tape, FSDPC_BINARY_ADD, y, z, &sum));
@@ -124,8 +124,8 @@ static void test_a_sink_in_bf16(void)
     CHECK_OK(fsdpc_tensor_create(device, FSDPC_F32, 1, (size_t[]){2}, &b));
     memset(b->data, 0, fsdpc_tensor_bytes(b));
     b->requires_grad = true;
-    w->sink = (fsdpc_grad_sink){bf16_sink_target, buffer};
-    b->sink = (fsdpc_grad_sink){bf16_sink_target, bias};
+    w->sink = (fsdpc_grad_sink){.target = bf16_sink_target, .arg = buffer};
+    b->sink = (fsdpc_grad_sink){.target = bf16_sink_target, .arg = bias};
     CHECK_OK(fsdpc_op_linear(tape, x, w, b, false, &y));
     fsdpc_tensor *sum = total(y);
     CHECK_OK(fsdpc_tape_backward(tape, sum, NULL, false));
@@ -306,7 +306,7 @@ static void test_leaf_hooks(void)
     float expected = 4;
     fsdpc_hook *hook;
     fsdpc_tensor *w = matrix(2, 2, 3, true), *x = matrix(1, 2, 2, false), *y, *z, *sum;
-    w->sink = (fsdpc_grad_sink){sink_target, &sink};
+    w->sink = (fsdpc_grad_sink){.target = sink_target, .arg = &sink};
     CHECK_OK(fsdpc_tape_add_hook(tape, w, note_hook, &expected, hook_released, &hook));
     CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &y));
     CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &z));
