@@ -273,8 +273,8 @@ static lane_part part_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
                        .bytes = most * fsdpc_dtype_bytes(wide(coll->dtype))};
 }
 
-/* ---- Two hops: the sums of all shares lie in a row, and after them this host's share of each of
- * the other hosts' parts. ---- */
+/* ---- Two hops: `there` holds the sums of all shares, then what the other hosts send of this host's
+ * share. ---- */
 
 static bool is_in_two_hops(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
 {
