@@ -1,4 +1,4 @@
-"""Training over hosts: fsdpc beside torch FSDP2 and DDP on the same wires.
+"""Compare training over hosts: fsdpc, torch FSDP2 and DDP on the same wires.
 
     python benchmarks/bench_hosts.py [--models llama-10M-fp32 ...] [--rates 1gbit none] [--hosts 2]
                                      [--ranks 2] [--engines fsdpc native fsdp2 ddp local ...]
@@ -15,7 +15,7 @@ engines use gloo. "native" is fsdpc's own LLaMA of the same shape; "native-openm
 shards inside a host, "fsdpc:gather=int8,reduce=int8" compresses,
 "fsdpc:NO_SHARD,replicas=powersgd8" and "ddp:powersgd8" sum in low rank, and with
 "fsdpc:NO_SHARD,outer=10" replicas meet every 10 steps, whose mean counts. "Of it processor" is the
-processor time of the first rank: where it fills the step, a core is the limit and not the wire.
+processor time of the first rank; if it fills the step, a core is the limit and the wire is not.
 "Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
 step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
@@ -65,12 +65,6 @@ def own_cores(host: int, n: int = 2) -> list[str]:
     return ["taskset", "-c", ",".join(map(str, mine))]
 
 
-def sent_bytes(hosts: Hosts) -> int:
-    """What the first host has sent so far."""
-    shown = json.loads(hosts.ip(f"-n {hosts.name}0 -s -j link show dev v0"))
-    return int(shown[0]["stats64"]["tx"]["bytes"])
-
-
 def mpiexec(family: str, ranks: int, hosts: Hosts, command: list[str]) -> list[str]:
     """What starts a command on all ranks of all hosts by this MPI, over TCP."""
     compiler = Path(mpi_build.find_compilers()[family])
@@ -110,7 +104,7 @@ def run_by_mpi(family: str, words: list[str], ranks: int, hosts: Hosts) -> dict[
 
 def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, ...]:
     """Median ms of a step in one turn, the first rank's processor ms, MB sent, peak PSS in MiB."""
-    before = sent_bytes(hosts)
+    before = hosts.sent_bytes()
     words = ["turn", "--turn", engine, model]
     found: dict[str, Any]
     if engine.partition(":")[0] in bench_torch.BY_MPI:
@@ -119,7 +113,7 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, .
         inside = [[*host, *own_cores(i, hosts.n)] for i, host in enumerate(hosts.inside)]
         found = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
     steps = sum(bench_torch.step_counts(engine))
-    sent = (sent_bytes(hosts) - before) / steps / 1e6
+    sent = (hosts.sent_bytes() - before) / steps / 1e6
     return (statistics.median(found["seconds"]) * 1e3, found["processor"] * 1e3, sent,
             found["peak_pss_bytes"] / 2**20)  # fmt: skip
 

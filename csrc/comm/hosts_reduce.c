@@ -321,17 +321,9 @@ static fsdpc_status cross_shares(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
 static fsdpc_status add_wide(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op,
                              const void *const *srcs, size_t numel, unsigned char *out)
 {
-    fsdpc_dtype dtype = wide(op->work->op.dtype);
     fsdpc_stream stream = fsdpc_hosts_stream(self);
-    return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
-                                                  .n_srcs = self->n_hosts,
-                                                  .dtype = dtype,
-                                                  .numel = numel,
-                                                  .scale = 1,
-                                                  .round_dtype = dtype,
-                                                  .out = out,
-                                                  .out_dtype = dtype},
-                             &stream);
+    return fsdpc_coll_combine(FSDPC_RED_SUM, wide(op->work->op.dtype), srcs, self->n_hosts, numel,
+                              out, &stream);
 }
 
 /* Returns this rank's part of this host's own sums. */

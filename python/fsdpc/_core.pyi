@@ -2581,7 +2581,7 @@ class TorchUnit:
         buffer may lend memory for it.
         """
 
-    def accept(self, i: int, leaf: Tensor, direct: bool, /) -> None:
+    def accept(self, leaf: Tensor, direct: bool, /) -> None:
         """Prepare for that gradient in backward, or leave it in ``leaf.grad`` if not direct."""
 
     def apply_scale(self) -> None:

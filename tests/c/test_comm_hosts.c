@@ -302,8 +302,8 @@ static void counts_of_replicas(rank_context *self)
     free(shard);
 }
 
-/* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers; a header
- * alone where another transport moves the bytes, of a graph too. */
+/* In a reduction, each rank sends headers and, in fp32, the sums of the other hosts' slices; only
+ * headers if another transport moves the bytes, as in a graph. */
 static void counts(rank_context *self)
 {
     int hosts = self->size / ranks_of_host;

@@ -84,15 +84,19 @@ static fsdpc_status move_over(fsdpc_runtime *r, stand_in *s, fsdpc_dtype dtype)
 {
     fsdpc_tensor *t = s->t, *fresh;
     s->device = r->device;
-    FSDPC_TRY(fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, t->numel * 4, &s->grad));
     FSDPC_TRY(fsdpc_tensor_create(r->device, dtype, t->ndim, t->shape, &fresh));
+    fsdpc_status status = fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, t->numel * 4, &s->grad);
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(fresh);
+        return status;
+    }
     s->dtype = t->dtype;
     s->storage = t->storage;
     s->data = t->data;
     s->guard = t->guard;
     s->sink = t->sink;
     t->storage = NULL; /* held by `s` now */
-    fsdpc_status status = fsdpc_tensor_bind(t, dtype, fresh->storage, fresh->data);
+    status = fsdpc_tensor_bind(t, dtype, fresh->storage, fresh->data);
     fsdpc_tensor_release(fresh);
     t->guard = (fsdpc_guard){0};
     t->sink = (fsdpc_grad_sink){.target = stand_target, .lend = stand_lend, .arg = s};
@@ -156,10 +160,10 @@ static PyObject *run(fsdpc_py_state *state, stand_in *stands, const fsdpc_dtype 
         left = (Py_ssize_t)held(&dry, false);
         flops = *fsdpc_device_null_flops(dry.device);
     }
-    if (dry.device && left == 0) {
+    if (dry.device && left == 0)
         fsdpc_py_runtime_destroy(&dry);
+    if (left == 0) /* otherwise, what fn left may hold a loan */
         PyMem_RawFree(lender);
-    }
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     return peak < 0 ? NULL : Py_BuildValue("(nnL)", peak, left, flops);

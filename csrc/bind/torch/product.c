@@ -102,20 +102,14 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
     Py_RETURN_TRUE;
 }
 
-static fsdpc_tensor *leaf_of(PyObject *args, int *param_out, int *direct_out)
-{
-    PyObject *object;
-    *direct_out = 1;
-    return PyArg_ParseTuple(args, "iO|p", param_out, &object, direct_out)
-               ? fsdpc_py_tensor_of(object)
-               : NULL;
-}
-
 static PyObject *lend_method(PyObject *object, PyObject *args)
 {
     const fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    int param, direct;
-    fsdpc_tensor *leaf = leaf_of(args, &param, &direct);
+    int param;
+    PyObject *tensor;
+    if (!PyArg_ParseTuple(args, "iO", &param, &tensor))
+        return NULL;
+    fsdpc_tensor *leaf = fsdpc_py_tensor_of(tensor);
     if (!leaf)
         return NULL;
     if (param < 0 || param >= self->n_params ||
@@ -129,8 +123,11 @@ static PyObject *lend_method(PyObject *object, PyObject *args)
 static PyObject *accept_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    int param, direct;
-    fsdpc_tensor *leaf = leaf_of(args, &param, &direct);
+    PyObject *tensor;
+    int direct;
+    if (!PyArg_ParseTuple(args, "Op", &tensor, &direct))
+        return NULL;
+    fsdpc_tensor *leaf = fsdpc_py_tensor_of(tensor);
     if (!leaf)
         return NULL;
     if (!direct)

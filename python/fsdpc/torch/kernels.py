@@ -152,15 +152,18 @@ class _Product(torch.autograd.Function):
 
 def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n_in: int) -> bool:
     """Add the gradient to the weight's unit; return whether the unit accepted it."""
-    if ctx.target is None:
+    found = unit_of(ctx.target)
+    if found is None or not accumulates(ctx.next_functions[1][0]):
         return False
-    reference, index = ctx.target
-    state = reference()
-    if state is None:
-        return False
-    return accumulates(ctx.next_functions[1][0]) and state.torch_unit.add_product(
-        index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in
-    )
+    unit, index = found
+    return unit.add_product(index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in)
+
+
+def unit_of(target: Any) -> tuple[_core.TorchUnit, int] | None:
+    """Return the unit that a gathered weight's ``_fsdpc_target`` names, and the weight's index."""
+    reference, index = target or (None, 0)
+    state = None if reference is None else reference()
+    return None if state is None else (state.torch_unit, index)
 
 
 def accumulates(node: Any) -> bool:

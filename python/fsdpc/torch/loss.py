@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc import _core
 from fsdpc.tensors.grad_mode import enable_grad
-from fsdpc.torch.kernels import accumulates
+from fsdpc.torch.kernels import accumulates, unit_of
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -102,7 +102,8 @@ class _Loss(torch.autograd.Function):
         ours = [_core.from_dlpack(t.detach().contiguous()) for t in (x, weight)]
         for each, needed in zip(ours, ctx.needs_input_grad, strict=False):
             each.requires_grad = needed
-        ctx.unit = _unit_of(weight) if ctx.needs_input_grad[1] and weight.is_cpu else None
+        direct = ctx.needs_input_grad[1] and weight.is_cpu and not weight._backward_hooks
+        ctx.unit = unit_of(getattr(weight, "_fsdpc_target", None)) if direct else None
         if ctx.unit is not None:
             ctx.unit[0].lend(ctx.unit[1], ours[1])
         ids = _core.from_dlpack(target.contiguous())
@@ -121,15 +122,8 @@ class _Loss(torch.autograd.Function):
         (loss, ours), ctx.ours = ctx.ours, None
         if ctx.unit is not None:
             accepts = accumulates(ctx.next_functions[1][0]) and not weight._backward_hooks
-            ctx.unit[0].accept(ctx.unit[1], ours[1], accepts)
+            ctx.unit[0].accept(ours[1], accepts)
         loss.backward(_core.from_dlpack(dloss.contiguous()))
         del loss
         grads = [None if t.grad is None else torch.from_dlpack(t.grad) for t in ours]
         return *grads, None, None
-
-
-def _unit_of(weight: torch.Tensor) -> tuple[_core.TorchUnit, int] | None:
-    """Return the unit of a gathered parameter, and which one it is."""
-    reference, i = getattr(weight, "_fsdpc_target", (None, 0))
-    state = reference() if reference is not None and not weight._backward_hooks else None
-    return None if state is None else (state.torch_unit, i)
