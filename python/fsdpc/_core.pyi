@@ -1961,7 +1961,9 @@ def listen_for_rank(address: str, rank: int, /) -> int:
 class Transport:
     """Carries messages between hosts, using the caller's threads or a plugin."""
 
-    def __init__(self, rank: int, size: int, plugin: str | None = None) -> None: ...
+    def __init__(
+        self, rank: int, size: int, plugin: str | None = None, peers: int = 1
+    ) -> None: ...
     @property
     def sent_bytes(self) -> int:
         """Number of bytes sent to other hosts so far."""
@@ -1970,7 +1972,7 @@ class Transport:
         """This rank."""
     @property
     def buffers(self) -> int:
-        """Number of message buffers per direction."""
+        """Number of message buffers per direction: four for each of the `peers`."""
     @property
     def tags(self) -> int:
         """Tags at or above this value mark a peer's last message."""

@@ -58,9 +58,9 @@ RANK = number("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 links: list[Any] = []
 
 
-def noted(group: Any) -> Any:
+def noted(group: Any, hosts: int) -> Any:
     """Carry bytes between hosts, and remember by what."""
-    links.append(_transport.carry(group))
+    links.append(_transport.carry(group, hosts))
     return links[-1]
 
 

@@ -67,8 +67,8 @@ def join_again(hosts: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     join(folder, monkeypatch)
 
 
-def noted(group: Any) -> Any:
-    links.append(_transport.carry(group))
+def noted(group: Any, hosts: int) -> Any:
+    links.append(_transport.carry(group, hosts))
     return links[-1]
 
 

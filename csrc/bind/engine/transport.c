@@ -2,8 +2,9 @@
  *
  * Python threads carry a relay's messages: one takes outgoing messages, and others deliver incoming
  * ones. They release the GIL while they wait or copy. The threads work on views of this object's
- * buffers. Each direction has several buffers, so several messages can be in flight; a carrier
- * passes the index of its buffer. Any other transport belongs to a plugin and carries its own
+ * buffers. Each direction has several buffers per peer, so several messages can be in flight, and
+ * those of a slow peer leave room for those of the others; a carrier passes the index of its buffer.
+ * Any other transport belongs to a plugin and carries its own
  * messages. A multi-host communicator takes ownership of the transport, but a relay's Python object
  * remains for its carriers.
  */
@@ -11,13 +12,14 @@
 
 #include "plugin/plugin.h"
 
-enum { BUFFERS = 4 };
+enum { BUFFERS = 4 }; /* per peer and direction */
 
 typedef struct py_transport {
     PyObject_HEAD fsdpc_transport *transport;
     bool relay;
-    bool given;                                 /* to a communicator */
-    fsdpc_message sent[BUFFERS], came[BUFFERS]; /* with the carriers */
+    bool given;                 /* to a communicator */
+    fsdpc_message *sent, *came; /* with the carriers */
+    int n_buffers;              /* in each direction */
 } py_transport;
 
 static fsdpc_status create(const char *path, int rank, int size, fsdpc_transport **out)
@@ -34,18 +36,27 @@ static fsdpc_status create(const char *path, int rank, int size, fsdpc_transport
 
 static PyObject *transport_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    FSDPC_PY_KEYWORDS(names, "rank", "size", "plugin");
+    FSDPC_PY_KEYWORDS(names, "rank", "size", "plugin", "peers");
     const char *path = NULL;
-    int rank, size;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|z", names, &rank, &size, &path))
+    int rank, size, peers = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|zi", names, &rank, &size, &path, &peers))
         return NULL;
     if (size < 1 || rank < 0 || rank >= size)
         return PyErr_Format(PyExc_ValueError, "rank %d of a transport of %d", rank, size);
+    if (peers < 1 || (peers >= size && peers > 1))
+        return PyErr_Format(PyExc_ValueError, "%d peers on a transport of %d", peers, size);
     py_transport *self = (py_transport *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
     fsdpc_status status;
     self->relay = !path;
+    self->n_buffers = BUFFERS * peers;
+    self->sent = PyMem_Calloc((size_t)self->n_buffers, sizeof *self->sent);
+    self->came = PyMem_Calloc((size_t)self->n_buffers, sizeof *self->came);
+    if (!self->sent || !self->came) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
     FSDPC_PY_WITHOUT_GIL(status = create(path, rank, size, &self->transport));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
@@ -59,10 +70,12 @@ static void transport_dealloc(PyObject *object)
     py_transport *self = (py_transport *)object;
     if (self->relay || !self->given)
         fsdpc_transport_destroy(self->transport);
-    for (int i = 0; i < BUFFERS; i++) {
+    for (int i = 0; self->sent && self->came && i < self->n_buffers; i++) {
         fsdpc_message_free(&self->sent[i]);
         fsdpc_message_free(&self->came[i]);
     }
+    PyMem_Free(self->sent);
+    PyMem_Free(self->came);
     fsdpc_py_free(object);
 }
 
@@ -98,23 +111,24 @@ static PyObject *view_of(const fsdpc_message *message)
     return PyMemoryView_FromMemory((char *)message->data, (Py_ssize_t)message->bytes, PyBUF_WRITE);
 }
 
-/* Returns the buffer with this index, or NULL if it does not exist. */
-static fsdpc_message *buffer_of(fsdpc_message *buffers, int number)
+/* Returns the buffer with this index in one direction, or NULL if it does not exist. */
+static fsdpc_message *buffer_of(const py_transport *self, fsdpc_message *buffers, int number)
 {
-    if (number >= 0 && number < BUFFERS)
+    if (number >= 0 && number < self->n_buffers)
         return &buffers[number];
-    PyErr_Format(PyExc_IndexError, "buffer %d of %d", number, BUFFERS);
+    PyErr_Format(PyExc_IndexError, "buffer %d of %d", number, self->n_buffers);
     return NULL;
 }
 
 static PyObject *transport_take(PyObject *object, PyObject *args)
 {
+    const py_transport *self = (py_transport *)object;
     fsdpc_transport *transport = relay_of(object);
     double seconds;
     int number;
     if (!transport || !PyArg_ParseTuple(args, "id", &number, &seconds))
         return NULL;
-    fsdpc_message *message = buffer_of(((py_transport *)object)->sent, number);
+    fsdpc_message *message = buffer_of(self, self->sent, number);
     if (!message)
         return NULL;
     fsdpc_status status;
@@ -129,11 +143,12 @@ static PyObject *transport_take(PyObject *object, PyObject *args)
 
 static PyObject *transport_buffer(PyObject *object, PyObject *args)
 {
+    const py_transport *self = (py_transport *)object;
     int number;
     Py_ssize_t bytes;
     if (!relay_of(object) || !PyArg_ParseTuple(args, "in", &number, &bytes))
         return NULL;
-    fsdpc_message *message = buffer_of(((py_transport *)object)->came, number);
+    fsdpc_message *message = buffer_of(self, self->came, number);
     if (!message)
         return NULL;
     if (bytes < 0)
@@ -145,12 +160,13 @@ static PyObject *transport_buffer(PyObject *object, PyObject *args)
 
 static PyObject *transport_deliver(PyObject *object, PyObject *args)
 {
+    const py_transport *self = (py_transport *)object;
     fsdpc_transport *transport = relay_of(object);
     int number, peer;
     unsigned tag;
     if (!transport || !PyArg_ParseTuple(args, "iiI", &number, &peer, &tag))
         return NULL;
-    fsdpc_message *message = buffer_of(((py_transport *)object)->came, number);
+    fsdpc_message *message = buffer_of(self, self->came, number);
     if (!message)
         return NULL;
     if (peer < 0 || peer >= transport->size)
@@ -187,7 +203,7 @@ FSDPC_PY_GETTER(get_sent_bytes,
 FSDPC_PY_GETTER(get_failed,
                 PyBool_FromLong(fsdpc_transport_health(((py_transport *)object)->transport) !=
                                 FSDPC_OK))
-FSDPC_PY_GETTER(get_buffers, PyLong_FromLong(BUFFERS))
+FSDPC_PY_GETTER(get_buffers, PyLong_FromLong(((py_transport *)object)->n_buffers))
 FSDPC_PY_GETTER(get_rank, PyLong_FromLong(((py_transport *)object)->transport->rank))
 FSDPC_PY_GETTER(get_tags, PyLong_FromUnsignedLong(((py_transport *)object)->transport->tags))
 

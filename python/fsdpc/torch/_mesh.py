@@ -142,7 +142,7 @@ def _meet(group: Any) -> _core.Comm:
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
         secret=secret,
         hosts=hosts,
-        transport=carry(group) if hosts > 1 else None,
+        transport=carry(group, hosts) if hosts > 1 else None,
         ranks=dist.get_process_group_ranks(group) if hosts == 1 else None,
     )
     ranks._met.append(comm)

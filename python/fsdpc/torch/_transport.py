@@ -32,10 +32,13 @@ INLINE = FRAME - HEAD.size
 FOR_EVER = timedelta(days=3650)  # traffic may pause between steps; the engine enforces deadlines
 
 
-def carry(group: Any) -> _core.Transport:
-    """Create a transport between the ranks of a process group, over new groups; collective."""
+def carry(group: Any, hosts: int) -> _core.Transport:
+    """Create a transport between the ranks of a process group, over new groups; collective.
+
+    A rank exchanges messages with one rank of each other host.
+    """
     ranks = dist.get_process_group_ranks(group)
-    transport = _core.Transport(dist.get_rank(group), len(ranks))
+    transport = _core.Transport(dist.get_rank(group), len(ranks), peers=hosts - 1)
     # Use gloo whatever the given group's backend is, because messages are in host memory.
     options: dict[str, Any] = {"timeout": FOR_EVER, "backend": "gloo"}
     carrier = _Carrier(transport, *(
@@ -57,7 +60,7 @@ class _Carrier:
         self._transport = transport
         self._frames, self._up, self._down = frames, up, down
         self._posted: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()  # the last used is large already
         self._goes_on: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for buffer in range(transport.buffers):
             self._free.put(buffer)
