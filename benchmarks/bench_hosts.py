@@ -5,6 +5,7 @@
                                      [--rounds 3]
     python benchmarks/bench_hosts.py --epoch [--rounds 3]
     python benchmarks/bench_hosts.py --wire [--rates 1gbit none] [--rounds 3]
+    python benchmarks/bench_hosts.py --exchange [--hosts 4] [--rates 100mbit] [--rounds 3]
 
 The hosts are network namespaces of this machine, joined by veth devices (and a bridge, if there are
 more than two), which the benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2.
@@ -27,6 +28,9 @@ model unsharded, over a round trip of the link: a frame there and back over gloo
 
 `--wire`: what a plain sender and receiver take for the bytes of a step of llama-10M-fp32, 40 MB
 each way at once: the time, and of it the processor's on one host.
+
+`--exchange`: what gloo alone takes for messages from every host to every other, as an exact step
+sends them, and for an all-reduce in a ring, over the floor of their bytes at the wire's rate.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ LATENCY = 1e-3  # seconds until a message is under way over gloo, as a timeline 
 PAYLOAD = 1448 / 1514  # of the wire's bytes are not those of frames and TCP
 FREE = (0.0, 1e30)  # latency, and bytes/s of a core, of messages that cost the wire alone
 CORE = 0.87e9  # bytes/s of a core: fits an unshaped step of llama-10M-fp32 that was recorded
+EXCHANGED = (4, 1 << 20)  # messages to each host, and their bytes: four units of a 10M model
 WIRE_PORT, WIRE_PIECE, WIRE_PIECES, WARM_TURNS = 29617, 2_240_000, 18, 2  # as a unit's rows
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
 
@@ -220,7 +225,7 @@ def run_epoch(rounds: int) -> None:
     """The row of an epoch."""
     with net_hosts() as hosts:
         inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
-        turns = [common.run_ranks(__file__, ["--epoch-turn"], 2, hosts=inside)
+        turns = [common.run_ranks(__file__, ["--turn", "epoch"], 2, hosts=inside)
                  for _ in range(rounds)]  # fmt: skip
     columns = [[turn[key] for turn in turns] for key in ("epoch", "round trip")]
     epoch, trip = (statistics.median(column) for column in columns)
@@ -270,10 +275,71 @@ def run_wire(rates: list[str], rounds: int) -> None:
     for rate in rates:
         with net_hosts(rate=rate) as hosts:
             inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
-            turns = [common.run_ranks(__file__, ["--wire-turn"], 2, hosts=inside)
+            turns = [common.run_ranks(__file__, ["--turn", "wire"], 2, hosts=inside)
                      for _ in range(rounds)]  # fmt: skip
         rows.append([rate, *(common.spread([t[key] for t in turns]) for key in ("wall", "cpu"))])
     common.table(["wire", "40 MB each way, ms", "of it the processor's, ms"], rows)
+
+
+def exchange_turn() -> dict[str, Any]:
+    """Seconds of an exchange of messages, and of an all-reduce of as many bytes."""
+    import time
+    from collections.abc import Callable
+
+    import torch
+    import torch.distributed as dist
+
+    rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = f"file://{os.environ['BENCH_STORE']}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n)
+    messages, size = EXCHANGED
+    out = torch.zeros(size, dtype=torch.uint8)
+    into = torch.empty(messages, n, size, dtype=torch.uint8)
+    whole = torch.zeros(messages * n * size // 8)  # a ring sends 2 (n - 1) / n of it
+
+    def exchange() -> None:
+        works: list[Any] = []
+        for tag in range(messages):
+            for i in range(1, n):
+                works.append(dist.irecv(into[tag, rank - i], (rank - i) % n, tag=tag))
+                works.append(dist.isend(out, (rank + i) % n, tag=tag))
+        for work in works:
+            work.wait()
+
+    def seconds(move: Callable[[], object]) -> float:
+        """The slowest rank's time, at its median."""
+        taken = []
+        for _ in range(5):
+            dist.barrier()
+            begin = time.perf_counter()
+            move()
+            all_taken = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(all_taken, op=dist.ReduceOp.MAX)
+            taken.append(float(all_taken))
+        return statistics.median(taken[1:])
+
+    found = {"exchange": seconds(exchange), "ring": seconds(lambda: dist.all_reduce(whole))}
+    dist.destroy_process_group()
+    return found
+
+
+def run_exchange(rates: list[str], n: int, rounds: int) -> None:
+    """The rows of gloo's own exchanges among `n` hosts."""
+    rows = []
+    sent = EXCHANGED[0] * EXCHANGED[1] * (n - 1)
+    for rate in rates:
+        with net_hosts(n, rate) as hosts:
+            inside = [[*host, *own_cores(i, n)] for i, host in enumerate(hosts.inside)]
+            turns = [common.run_ranks(__file__, ["--turn", "exchange"], n, hosts=inside)
+                     for _ in range(rounds)]  # fmt: skip
+        floor = sent * 8 / PAYLOAD / RATES[rate]
+        rows.append([rate, str(n), f"{floor:.2f}",
+                     *(common.spread([t[key] / floor for t in turns])
+                       for key in ("exchange", "ring"))])  # fmt: skip
+    common.table(["wire", "hosts", "floor s", "exchange over it", "ring all-reduce over it"], rows)
+
+
+TURNS = {"epoch": epoch_turn, "wire": wire_turn, "exchange": exchange_turn}
 
 
 def main() -> None:
@@ -290,11 +356,11 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--epoch", action="store_true", help="an epoch in which nothing changed, alone")
     p.add_argument("--wire", action="store_true", help="what plain sockets take, alone")
-    p.add_argument("--epoch-turn", action="store_true", help=argparse.SUPPRESS)
-    p.add_argument("--wire-turn", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--exchange", action="store_true", help="gloo's messages among all hosts, alone")
+    p.add_argument("--turn", choices=TURNS, help=argparse.SUPPRESS)
     o = p.parse_args()
-    if o.epoch_turn or o.wire_turn:
-        common.leave_result(wire_turn() if o.wire_turn else epoch_turn())
+    if o.turn:
+        common.leave_result(TURNS[o.turn]())
         return
     if reason := missing():
         print(f"bench_hosts.py {reason}: skipped")
@@ -305,6 +371,9 @@ def main() -> None:
         return
     if o.wire:
         run_wire(o.rates, o.rounds)
+        return
+    if o.exchange:
+        run_exchange(o.rates, o.hosts, o.rounds)
         return
     common.table(["wire", "model", "hosts, ranks", "engine", "ms a step (range)",
                   f"over {o.engines[0]}'s", "over the floor", "of it processor", "MB sent a step",

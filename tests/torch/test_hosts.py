@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdpc
+from fsdpc import _core
 from fsdpc.distributed import environment, pretend
 from fsdpc.torch import MixedPrecisionPolicy, _transport
 
@@ -168,6 +169,20 @@ def test_what_leaves_a_host_leaves_it_once(
     for of_host in (of_ranks[:2].sum(axis=0), of_ranks[2:].sum(axis=0)):
         assert all(least < n < 1.03 * least for n in of_host[1:]), (of_host, least)
     leave()
+
+
+@pytest.mark.ranks(4, init=False)
+def test_each_peer_host_has_its_message_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for hosts in (2, 4):
+        join_again(hosts, tmp_path, monkeypatch)
+        shard(build())
+        assert links[0].buffers == 4 * (hosts - 1)
+    leave()
+    for peers in (-1, 0, 4):
+        with pytest.raises(ValueError, match=f"{peers} peers on a transport of 4"):
+            _core.Transport(0, 4, peers=peers)
 
 
 @pytest.mark.ranks(4, hosts=2, init=False)
