@@ -5,7 +5,7 @@
                                      [--rounds 3]
     python benchmarks/bench_hosts.py --epoch [--rounds 3]
     python benchmarks/bench_hosts.py --wire [--rates 1gbit none] [--rounds 3]
-    python benchmarks/bench_hosts.py --exchange [--hosts 4] [--rates 100mbit] [--rounds 3]
+    python benchmarks/bench_hosts.py --exchange --rates 100mbit [--hosts 4] [--rounds 3]
 
 The hosts are network namespaces of this machine, joined by veth devices (and a bridge, if there are
 more than two), which the benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2.
@@ -42,6 +42,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,28 @@ def own_cores(host: int, n: int = 2) -> list[str]:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[host::n] or [cores[host % len(cores)]]
     return ["taskset", "-c", ",".join(map(str, mine))]
+
+
+def on_own_cores(hosts: Hosts) -> list[list[str]]:
+    """What is put before a command that runs on each host, on the host's own cores."""
+    return [[*host, *own_cores(i, hosts.n)] for i, host in enumerate(hosts.inside)]
+
+
+def turns_of(name: str, hosts: Hosts, rounds: int) -> list[dict[str, Any]]:
+    """What one of TURNS finds in each round, with a rank on each host."""
+    return [common.run_ranks(__file__, ["--turn", name], hosts.n, hosts=on_own_cores(hosts))
+            for _ in range(rounds)]  # fmt: skip
+
+
+def join_gloo() -> tuple[int, int]:
+    """Join the other ranks of a turn over gloo; return this rank and their number."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}", rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+    return dist.get_rank(), dist.get_world_size()
 
 
 def mpiexec(family: str, ranks: int, hosts: Hosts, command: list[str]) -> list[str]:
@@ -115,8 +139,7 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, .
     if engine.partition(":")[0] in bench_torch.BY_MPI:
         found = run_by_mpi(engine.partition(":")[0].partition("-")[2], words, ranks, hosts)
     else:
-        inside = [[*host, *own_cores(i, hosts.n)] for i, host in enumerate(hosts.inside)]
-        found = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
+        found = common.run_ranks(bench_torch.__file__, words, ranks, hosts=on_own_cores(hosts))
     steps = sum(bench_torch.step_counts(engine))
     sent = (hosts.sent_bytes() - before) / steps / 1e6
     return (statistics.median(found["seconds"]) * 1e3, found["processor"] * 1e3, sent,
@@ -179,9 +202,6 @@ def run(model: str, engines: list[str], n: int, ranks: int, rate: str, rounds: i
 
 def epoch_turn() -> dict[str, Any]:
     """Microseconds of an epoch in which nothing changed, and of a round trip."""
-    import time
-    from collections.abc import Callable
-
     import torch
     import torch.distributed as dist
 
@@ -189,11 +209,7 @@ def epoch_turn() -> dict[str, Any]:
     from fsdpc import nn
     from fsdpc.torch import _mesh, _transport
 
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}", rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )  # fmt: skip
+    rank, _ = join_gloo()
     world = _mesh.join()
     plain, sharded = nn.Linear(8, 8), nn.Linear(8, 8)
     fsdpc.fully_shard(sharded)
@@ -224,9 +240,7 @@ def epoch_turn() -> dict[str, Any]:
 def run_epoch(rounds: int) -> None:
     """The row of an epoch."""
     with net_hosts() as hosts:
-        inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
-        turns = [common.run_ranks(__file__, ["--turn", "epoch"], 2, hosts=inside)
-                 for _ in range(rounds)]  # fmt: skip
+        turns = turns_of("epoch", hosts, rounds)
     columns = [[turn[key] for turn in turns] for key in ("epoch", "round trip")]
     epoch, trip = (statistics.median(column) for column in columns)
     common.table(["epoch, unchanged, us", "round trip of the link, us", "epoch over round trips"],
@@ -237,7 +251,6 @@ def wire_turn() -> dict[str, Any]:
     """Milliseconds of 40 MB there and 40 MB back at once, over one connection."""
     import socket
     import threading
-    import time
 
     if os.environ["RANK"] == "0":
         with socket.create_server((ADDRESSES[0], WIRE_PORT)) as server:
@@ -274,24 +287,17 @@ def run_wire(rates: list[str], rounds: int) -> None:
     rows = []
     for rate in rates:
         with net_hosts(rate=rate) as hosts:
-            inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
-            turns = [common.run_ranks(__file__, ["--turn", "wire"], 2, hosts=inside)
-                     for _ in range(rounds)]  # fmt: skip
+            turns = turns_of("wire", hosts, rounds)
         rows.append([rate, *(common.spread([t[key] for t in turns]) for key in ("wall", "cpu"))])
     common.table(["wire", "40 MB each way, ms", "of it the processor's, ms"], rows)
 
 
 def exchange_turn() -> dict[str, Any]:
     """Seconds of an exchange of messages, and of an all-reduce of as many bytes."""
-    import time
-    from collections.abc import Callable
-
     import torch
     import torch.distributed as dist
 
-    rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = f"file://{os.environ['BENCH_STORE']}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n)
+    rank, n = join_gloo()
     messages, size = EXCHANGED
     out = torch.zeros(size, dtype=torch.uint8)
     into = torch.empty(messages, n, size, dtype=torch.uint8)
@@ -329,9 +335,7 @@ def run_exchange(rates: list[str], n: int, rounds: int) -> None:
     sent = EXCHANGED[0] * EXCHANGED[1] * (n - 1)
     for rate in rates:
         with net_hosts(n, rate) as hosts:
-            inside = [[*host, *own_cores(i, n)] for i, host in enumerate(hosts.inside)]
-            turns = [common.run_ranks(__file__, ["--turn", "exchange"], n, hosts=inside)
-                     for _ in range(rounds)]  # fmt: skip
+            turns = turns_of("exchange", hosts, rounds)
         floor = sent * 8 / PAYLOAD / RATES[rate]
         rows.append([rate, str(n), f"{floor:.2f}",
                      *(common.spread([t[key] / floor for t in turns])
@@ -362,6 +366,8 @@ def main() -> None:
     if o.turn:
         common.leave_result(TURNS[o.turn]())
         return
+    if o.exchange and "none" in o.rates:
+        p.error("--exchange compares with the rate of a wire: name --rates other than none")
     if reason := missing():
         print(f"bench_hosts.py {reason}: skipped")
         return

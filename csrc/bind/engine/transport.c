@@ -4,9 +4,8 @@
  * ones. They release the GIL while they wait or copy. The threads work on views of this object's
  * buffers. Each direction has several buffers per peer, so several messages can be in flight, and
  * those of a slow peer leave room for those of the others; a carrier passes the index of its buffer.
- * Any other transport belongs to a plugin and carries its own
- * messages. A multi-host communicator takes ownership of the transport, but a relay's Python object
- * remains for its carriers.
+ * Any other transport belongs to a plugin and carries its own messages. A multi-host communicator
+ * takes ownership of the transport, but a relay's Python object remains for its carriers.
  */
 #include "bind/engine/transport.h"
 
@@ -14,12 +13,17 @@
 
 enum { BUFFERS = 4 }; /* per peer and direction */
 
+/* A buffer of each direction, with the carriers. */
+typedef struct py_buffers {
+    fsdpc_message sent, came;
+} py_buffers;
+
 typedef struct py_transport {
     PyObject_HEAD fsdpc_transport *transport;
     bool relay;
-    bool given;                 /* to a communicator */
-    fsdpc_message *sent, *came; /* with the carriers */
-    int n_buffers;              /* in each direction */
+    bool given; /* to a communicator */
+    py_buffers *buffers;
+    int n_buffers;
 } py_transport;
 
 static fsdpc_status create(const char *path, int rank, int size, fsdpc_transport **out)
@@ -50,13 +54,12 @@ static PyObject *transport_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         return NULL;
     fsdpc_status status;
     self->relay = !path;
-    self->n_buffers = BUFFERS * peers;
-    self->sent = PyMem_Calloc((size_t)self->n_buffers, sizeof *self->sent);
-    self->came = PyMem_Calloc((size_t)self->n_buffers, sizeof *self->came);
-    if (!self->sent || !self->came) {
+    self->buffers = PyMem_Calloc((size_t)peers * BUFFERS, sizeof *self->buffers);
+    if (!self->buffers) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
+    self->n_buffers = peers * BUFFERS;
     FSDPC_PY_WITHOUT_GIL(status = create(path, rank, size, &self->transport));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
@@ -70,12 +73,11 @@ static void transport_dealloc(PyObject *object)
     py_transport *self = (py_transport *)object;
     if (self->relay || !self->given)
         fsdpc_transport_destroy(self->transport);
-    for (int i = 0; self->sent && self->came && i < self->n_buffers; i++) {
-        fsdpc_message_free(&self->sent[i]);
-        fsdpc_message_free(&self->came[i]);
+    for (int i = 0; i < self->n_buffers; i++) {
+        fsdpc_message_free(&self->buffers[i].sent);
+        fsdpc_message_free(&self->buffers[i].came);
     }
-    PyMem_Free(self->sent);
-    PyMem_Free(self->came);
+    PyMem_Free(self->buffers);
     fsdpc_py_free(object);
 }
 
@@ -111,26 +113,27 @@ static PyObject *view_of(const fsdpc_message *message)
     return PyMemoryView_FromMemory((char *)message->data, (Py_ssize_t)message->bytes, PyBUF_WRITE);
 }
 
-/* Returns the buffer with this index in one direction, or NULL if it does not exist. */
-static fsdpc_message *buffer_of(const py_transport *self, fsdpc_message *buffers, int number)
+/* Returns the buffers with this index, or NULL if they do not exist. */
+static py_buffers *buffers_of(PyObject *object, int number)
 {
+    const py_transport *self = (py_transport *)object;
     if (number >= 0 && number < self->n_buffers)
-        return &buffers[number];
+        return &self->buffers[number];
     PyErr_Format(PyExc_IndexError, "buffer %d of %d", number, self->n_buffers);
     return NULL;
 }
 
 static PyObject *transport_take(PyObject *object, PyObject *args)
 {
-    const py_transport *self = (py_transport *)object;
     fsdpc_transport *transport = relay_of(object);
     double seconds;
     int number;
     if (!transport || !PyArg_ParseTuple(args, "id", &number, &seconds))
         return NULL;
-    fsdpc_message *message = buffer_of(self, self->sent, number);
-    if (!message)
+    py_buffers *buffers = buffers_of(object, number);
+    if (!buffers)
         return NULL;
+    fsdpc_message *message = &buffers->sent;
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(
         status = fsdpc_transport_relay_take(transport, (int64_t)(seconds * 1e9), message));
@@ -143,14 +146,14 @@ static PyObject *transport_take(PyObject *object, PyObject *args)
 
 static PyObject *transport_buffer(PyObject *object, PyObject *args)
 {
-    const py_transport *self = (py_transport *)object;
     int number;
     Py_ssize_t bytes;
     if (!relay_of(object) || !PyArg_ParseTuple(args, "in", &number, &bytes))
         return NULL;
-    fsdpc_message *message = buffer_of(self, self->came, number);
-    if (!message)
+    py_buffers *buffers = buffers_of(object, number);
+    if (!buffers)
         return NULL;
+    fsdpc_message *message = &buffers->came;
     if (bytes < 0)
         return PyErr_Format(PyExc_ValueError, "a message of %zd bytes", bytes);
     fsdpc_status status = fsdpc_message_reserve(message, (size_t)bytes);
@@ -160,15 +163,15 @@ static PyObject *transport_buffer(PyObject *object, PyObject *args)
 
 static PyObject *transport_deliver(PyObject *object, PyObject *args)
 {
-    const py_transport *self = (py_transport *)object;
     fsdpc_transport *transport = relay_of(object);
     int number, peer;
     unsigned tag;
     if (!transport || !PyArg_ParseTuple(args, "iiI", &number, &peer, &tag))
         return NULL;
-    fsdpc_message *message = buffer_of(self, self->came, number);
-    if (!message)
+    py_buffers *buffers = buffers_of(object, number);
+    if (!buffers)
         return NULL;
+    fsdpc_message *message = &buffers->came;
     if (peer < 0 || peer >= transport->size)
         return PyErr_Format(PyExc_ValueError, "rank %d on a transport of %d", peer,
                             transport->size);
